@@ -24,7 +24,7 @@ WHERE := -c 'import ensurepip, sys; print(sys.executable)' 2>/dev/null
 find_python = $(shell $(1) $(WHERE) || PYENV_VERSION=$(2) $(1) $(WHERE) || echo "$(PYTHON)")
 FLOOR_PYTHON ?= $(call find_python,python3.10,3.10)
 
-.PHONY: help setup demo test test-all test-floor test-python fuzz sanitize sanitize-gpu lint format hooks verify verify-triton36 train ladder report real clean
+.PHONY: help setup demo test test-all test-floor test-python fuzz sanitize sanitize-gpu lint format hooks rtl-tools verify verify-triton36 train ladder report real clean
 .DEFAULT_GOAL := help
 
 help:
@@ -39,6 +39,7 @@ help:
 	@echo "make lint             ruff check, ruff format --check, mypy"
 	@echo "make format           ruff format"
 	@echo "make hooks            let git run make lint's tools on what is committed (pre-commit)"
+	@echo "make rtl-tools        Icarus Verilog, Verilator and Yosys by apt-get, for the tests of rtl/; without it these are skipped"
 	@echo "make verify           compile the kernels for every target and look for float instructions; hours, a sample"
 	@echo "                      with ARGS='--sample 40'"
 	@echo "make verify-triton36  the same with Triton 3.6"
@@ -142,3 +143,11 @@ real: $(VENV)/.ready-real
 
 clean:
 	rm -rf $(VENV) build dist qflash-report qflash-reproduction qflash-real .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# Free tools for rtl/. Where apt-get is not there, or not allowed, the tests that need them say so and are skipped.
+RTL_TOOLS := iverilog verilator yosys
+SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
+rtl-tools:
+	@for tool in $(RTL_TOOLS); do command -v $$tool >/dev/null || missing=1; done; [ -z "$$missing" ] \
+		|| { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq --no-install-recommends $(RTL_TOOLS) >/dev/null; } \
+		|| echo "$(RTL_TOOLS) are not installed here: tests of rtl/ that need them will be skipped" >&2

@@ -462,14 +462,40 @@ def rescale(acc, left, b, R):
     return mul((acc << left) + b, R, 32)
 
 
-def gelu(u, M, B, n):
-    """Sums in the unit 3.28 / 4096 to int8."""
-    r = np.maximum(4096 - np.abs(u), 0)
+def gelu_tail(r):
+    """In the unit 3.28 / 4096."""
     z = mul(r, r, 9)
     w = mul(z, 59898 - 10 * r, 15)
     h = (w << 2) + (18588 - 23 * r)
-    g = np.minimum(np.maximum(u, 0), 2**17 - 1) - mul(w, h, 20)
-    return saturate((g * M + B) >> n, 8)
+    return mul(w, h, 20)
+
+
+def silu_tail(r):
+    """In the unit 8 / 4096."""
+    z = mul(r, r, 9)
+    w = mul(z, 12111 - 11 * r + 2 * z, 15)
+    h = 118687 + 11 * r - 5 * z
+    return mul(w, h, 22)
+
+
+def activation(name, u):
+    """f of u, in its unit."""
+    r = np.maximum(4096 - np.abs(u), 0)
+    tail = {"gelu": gelu_tail, "silu": silu_tail, "relu": np.zeros_like}[name](r)
+    return np.minimum(np.maximum(u, 0), 2**17 - 1) - tail
+
+
+def activate(name, u, M, B, n):
+    """Sums in the activation's unit to int8."""
+    return saturate((activation(name, u) * M + B) >> n, 8)
+
+
+def gated(x, A, R, B, name, bits):
+    """int16 (…, gates and as many values) to int8, int16 or int32."""
+    gate, value = np.split(x.astype(np.int64), 2, axis=-1)
+    u = mul(gate, A, 28)
+    p = mul(activation(name, u), value, 2)
+    return saturate(mul(p + B, R, 32), bits)
 
 
 def inverse_root(v):
@@ -595,9 +621,23 @@ class Network:
     def wide_linear(self, name, sizes, x):
         return linear(x, *self.layer(name), 32)
 
+    def with_activation(self, name, x, by):
+        M, B = self.get(name, f"{by}_multiplier"), self.get(name, f"{by}_offset")
+        return activate(by, linear(x, *self.layer(name)), M, B, self.parameters["constants"][name][f"{by}_shift"])
+
     def linear_gelu(self, name, sizes, x):
-        M, B = self.get(name, "gelu_multiplier"), self.get(name, "gelu_offset")
-        return gelu(linear(x, *self.layer(name)), M, B, self.parameters["constants"][name]["gelu_shift"])
+        return self.with_activation(name, x, "gelu")
+
+    def linear_silu(self, name, sizes, x):
+        return self.with_activation(name, x, "silu")
+
+    def linear_relu(self, name, sizes, x):
+        return self.with_activation(name, x, "relu")
+
+    def gated(self, name, sizes, x):
+        A = self.parameters["constants"][name]["gate_multiplier"]
+        R, B = self.get(name, "multiplier"), self.get(name, "offset")
+        return gated(x, A, R, B, sizes["activation"], BITS[sizes["dtype"]])
 
     def patch_embedding(self, name, sizes, images):
         position, channels = 0, sizes["outputs"]
@@ -658,6 +698,13 @@ class Network:
     def widen(self, name, sizes, h):
         return h if sizes["token"] is None else h[:, sizes["token"]]
 
+    def tokens(self, name, sizes, h):
+        h = h[:, sizes["first"] : sizes["first"] + sizes["count"]]
+        if sizes["shape"] is None:
+            return h
+        h = h.reshape(len(h), *sizes["shape"], -1)
+        return h.transpose(0, 3, 1, 2) if sizes["channels_first"] else h
+
     def run(self, images):
         """Values of all nodes by name, in their order."""
         values = {"images": images}
@@ -671,6 +718,9 @@ NODES = {
     "Linear": Network.linear,
     "WideLinear": Network.wide_linear,
     "LinearGelu": Network.linear_gelu,
+    "LinearSilu": Network.linear_silu,
+    "LinearRelu": Network.linear_relu,
+    "Gated": Network.gated,
     "PatchEmbedding": Network.patch_embedding,
     "LayerNorm": Network.layer_norm,
     "Mean": Network.mean,
@@ -678,6 +728,7 @@ NODES = {
     "First": Network.first,
     "Join": Network.join,
     "Widen": Network.widen,
+    "Tokens": Network.tokens,
 }
 
 
@@ -767,10 +818,15 @@ def run_linear(p, x):
     return {"output": linear(x["x"], *layer(x), p["left"], BITS[p["output"]], residual)}
 
 
-def run_linear_gelu(p, x):
+def run_with_activation(by, p, x):
     u = linear(x["x"], *layer(x), p["left"])
-    M, B = x["gelu_multiplier"].astype(np.int64), x["gelu_offset"].astype(np.int64)
-    return {"output": gelu(u, M, B, p["gelu_shift"])}
+    M, B = x[f"{by}_multiplier"].astype(np.int64), x[f"{by}_offset"].astype(np.int64)
+    return {"output": activate(by, u, M, B, p[f"{by}_shift"])}
+
+
+def run_gated(p, x):
+    R, B = x["multiplier"].astype(np.int64), x["offset"].astype(np.int64)
+    return {"output": gated(x["x"], p["gate_multiplier"], R, B, p["activation"], BITS[p["output"]])}
 
 
 def run_layer_norm(p, x):
@@ -817,7 +873,10 @@ OPERATIONS = {
     "int8_attention": run_int8_attention,
     "attention": run_attention,
     "linear": run_linear,
-    "linear_gelu": run_linear_gelu,
+    "linear_gelu": lambda p, x: run_with_activation("gelu", p, x),
+    "linear_silu": lambda p, x: run_with_activation("silu", p, x),
+    "linear_relu": lambda p, x: run_with_activation("relu", p, x),
+    "gated": run_gated,
     "multiply_add": lambda p, x: {"sum": fused_multiply_add(x["a"], x["b"], x["c"])},
     "inverse_root": lambda p, x: {"x": inverse_root(x["v"].astype(np.int64))},
     "row_constants": run_row_constants,

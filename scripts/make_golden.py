@@ -174,10 +174,20 @@ def _linear(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tensor
     return {"output": out}
 
 
-def _linear_gelu(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tensors:
-    out = torch.ops.qflash.int8_linear_gelu(
-        inputs["x"], inputs["weight"], inputs["bias"], inputs["multiplier"], parameters["left"],
-        inputs["gelu_multiplier"], inputs["gelu_offset"], parameters["gelu_shift"], backend,
+def _with_activation(name: str) -> Callable[[dict[str, Any], Tensors, str], Tensors]:
+    def linear(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tensors:
+        run = getattr(torch.ops.qflash, f"int8_linear_{name}")
+        layer = (inputs[role] for role in ("x", "weight", "bias", "multiplier"))
+        made = inputs[f"{name}_multiplier"], inputs[f"{name}_offset"], parameters[f"{name}_shift"]
+        return {"output": run(*layer, parameters["left"], *made, backend)}
+
+    return linear
+
+
+def _gated(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tensors:
+    out = torch.ops.qflash.gated(
+        inputs["x"], parameters["gate_multiplier"], inputs["multiplier"], inputs["offset"], parameters["activation"],
+        DTYPES[parameters["output"]], backend,
     )  # fmt: skip
     return {"output": out}
 
@@ -267,7 +277,8 @@ OPERATIONS: dict[str, Callable[[dict[str, Any], Tensors, str], Tensors]] = {
     "int8_attention": _int8_attention,
     "attention": _attention,
     "linear": _linear,
-    "linear_gelu": _linear_gelu,
+    **{f"linear_{name}": _with_activation(name) for name in op.ACTIVATIONS},
+    "gated": _gated,
     "layer_norm": _layer_norm,
     "mean": _mean,
     "patches": _patches,
@@ -697,7 +708,7 @@ def float_cases() -> dict[str, Case]:
 
 
 def linear(name: str, kind: str, rows: int = 5, inputs: int = 19, outputs: int = 6, values: str = "random") -> Case:
-    """Return a linear layer with constants that suit its sums; kind is an output type, ``residual`` or ``gelu``."""
+    """Return a linear layer with constants that suit its sums; kind is an output type, ``residual`` or an activation."""
     draw = Draw(name)
     x = draw.integers(-128, 128, rows, inputs, dtype=torch.int8)
     weight = draw.integers(-128, 128, outputs, inputs, dtype=torch.int8)
@@ -712,15 +723,15 @@ def linear(name: str, kind: str, rows: int = 5, inputs: int = 19, outputs: int =
     left = draw.chance.randint(0, 30 - largest.bit_length())
     bias = draw.integers(-largest << left, largest << left, outputs)
     typical = 74 * 74 * math.sqrt(inputs) * 2**left if values == "random" else largest * 2**left
-    wanted = {"int8": 6, "int16": 13, "residual": 14, "int32": 20, "gelu": 12}[kind]
+    wanted = {"int8": 6, "int16": 13, "residual": 14, "int32": 20}.get(kind, 12)
     bits = min(31, 32 + wanted - round(math.log2(typical)))
     multiplier = draw.integers(1 << (bits - 1), (1 << bits) - 1, outputs)
     layer = {"x": x, "weight": weight, "bias": bias, "multiplier": multiplier}
     parameters: dict[str, Any] = {"left": left}
-    if kind == "gelu":
-        layer["gelu_multiplier"] = draw.integers(1 << 11, (1 << 13) + 1, outputs)
-        layer["gelu_offset"] = draw.integers(-(1 << 21), 1 << 21, outputs)
-        return Case("linear_gelu", parameters | {"gelu_shift": 18}, layer)
+    if kind in op.ACTIVATIONS:
+        layer[f"{kind}_multiplier"] = draw.integers(1 << 11, (1 << 13) + 1, outputs)
+        layer[f"{kind}_offset"] = draw.integers(-(1 << 21), 1 << 21, outputs)
+        return Case(f"linear_{kind}", parameters | {f"{kind}_shift": 18}, layer)
     if kind == "residual":
         layer["residual"] = draw.integers(-32768, 32768, rows, outputs, dtype=torch.int16)
     return Case("linear", parameters | {"output": "int16" if kind == "residual" else kind}, layer)
@@ -740,6 +751,55 @@ def layer_norm(name: str, channels: int, output: str, rows: int = 9, epsilon: in
     return Case("layer_norm", parameters, {"h": h, "gain": gain, "offset": offset})
 
 
+def activation_ranges(kind: str) -> dict[str, Case]:
+    """Return linear layers that go through the range of an activation."""
+    cases = {}
+    for step in (3, 40, 2000):
+        # all of its range: one input, u is it times a step and -step, less some
+        name = f"{kind}/{step}"
+        case = linear(name, kind, rows=256, inputs=1, outputs=2)
+        case.inputs["x"] = torch.arange(-128, 128).to(torch.int8).view(-1, 1)
+        case.inputs["weight"] = torch.tensor([[64], [-64]], dtype=torch.int8)
+        case.inputs["bias"] = Draw(name).integers(-(1 << 24), 1 << 24, 2)
+        case.inputs["multiplier"] = torch.full((2,), step << 12, dtype=torch.int32)
+        cases[name] = dataclasses.replace(case, parameters={"left": 14, f"{kind}_shift": 18})
+    # its tail in its own unit, which the shift undoes
+    case = linear(f"{kind}/tail", kind, rows=256, inputs=1, outputs=8)
+    case.inputs["x"] = torch.arange(-128, 128).to(torch.int8).view(-1, 1)
+    case.inputs["weight"] = torch.full((8, 1), 16, dtype=torch.int8)
+    case.inputs["bias"] = torch.arange(-9000, 7000, 2000, dtype=torch.int32)
+    case.inputs["multiplier"] = torch.full((8,), (1 << 31) - 1, dtype=torch.int32)
+    case.inputs[f"{kind}_multiplier"] = torch.full((8,), 1 << 13, dtype=torch.int32)
+    case.inputs[f"{kind}_offset"] = torch.tensor([0, 64, 128, 64], dtype=torch.int32).repeat(2) << 13
+    cases[f"{kind}/tail"] = dataclasses.replace(case, parameters={"left": 1, f"{kind}_shift": 13})
+    return cases
+
+
+def activation_cases() -> dict[str, Case]:
+    """Return linear layers with other activations than GELU, and gated products."""
+    cases: dict[str, Case] = {}
+    for kind in ("silu", "relu"):
+        for number, values in enumerate(("random", "extreme")):
+            name = f"linear/{kind}-{values}"
+            cases[name] = linear(name, kind, inputs=(64, 33)[number], values=values)
+        cases |= activation_ranges(kind)
+    ends = torch.tensor([-32768, -32767, -1, 0, 1, 32767], dtype=torch.int16)
+    for kind, output in (("silu", "int8"), ("silu", "int16"), ("gelu", "int16"), ("relu", "int8"), ("silu", "int32")):
+        name = f"gated/{kind}-{output}"
+        draw = Draw(name)
+        x = draw.integers(-32768, 32768, 40, 10, dtype=torch.int16)
+        # gates of a few units, where the tail is, and all corners
+        x[:20, :5] //= 50
+        x[:6, 0], x[:6, 5], x[6:12, 0], x[6:12, 5] = ends, 32767, ends, -32768
+        bits = {"int8": 8, "int16": 16, "int32": 30}[output]
+        inputs = {"x": x, "multiplier": draw.integers(1 << bits, 1 << (bits + 1), 5)}
+        inputs["offset"] = draw.integers(-(1 << 25), 1 << 25, 5)
+        inputs["multiplier"][4], inputs["offset"][4] = (1 << 31) - 1, (1 << 30) - 1
+        parameters = {"gate_multiplier": draw.chance.getrandbits(30) + (1 << 29), "activation": kind, "output": output}
+        cases[name] = Case("gated", parameters, inputs)
+    return cases
+
+
 def network_cases() -> dict[str, Case]:
     """Return the operators of integer networks."""
     cases: dict[str, Case] = {}
@@ -749,24 +809,7 @@ def network_cases() -> dict[str, Case]:
             cases[name] = linear(name, kind, inputs=(19, 64, 33)[number], values=values)
     for kind in ("int16", "int32"):
         cases[f"linear/{kind}-wide"] = linear(f"linear/{kind}-wide", kind, inputs=64, values="wide")
-    for step in (3, 40, 2000):
-        # all of GELU's range: one input, u is it times a step and -step, less some
-        name = f"gelu/{step}"
-        case = linear(name, "gelu", rows=256, inputs=1, outputs=2)
-        case.inputs["x"] = torch.arange(-128, 128).to(torch.int8).view(-1, 1)
-        case.inputs["weight"] = torch.tensor([[64], [-64]], dtype=torch.int8)
-        case.inputs["bias"] = Draw(name).integers(-(1 << 24), 1 << 24, 2)
-        case.inputs["multiplier"] = torch.full((2,), step << 12, dtype=torch.int32)
-        cases[name] = dataclasses.replace(case, parameters={"left": 14, "gelu_shift": 18})
-    # GELU's tail in its own unit, which the shift undoes
-    case = linear("gelu/tail", "gelu", rows=256, inputs=1, outputs=8)
-    case.inputs["x"] = torch.arange(-128, 128).to(torch.int8).view(-1, 1)
-    case.inputs["weight"] = torch.full((8, 1), 16, dtype=torch.int8)
-    case.inputs["bias"] = torch.arange(-9000, 7000, 2000, dtype=torch.int32)
-    case.inputs["multiplier"] = torch.full((8,), (1 << 31) - 1, dtype=torch.int32)
-    case.inputs["gelu_multiplier"] = torch.full((8,), 1 << 13, dtype=torch.int32)
-    case.inputs["gelu_offset"] = torch.tensor([0, 64, 128, 64], dtype=torch.int32).repeat(2) << 13
-    cases["gelu/tail"] = dataclasses.replace(case, parameters={"left": 1, "gelu_shift": 13})
+    cases |= activation_ranges("gelu")
     for output in ("int8", "int32"):
         # ratios at their ends, ties, and sums at the ends of 32 bits
         case = linear(f"linear/ends-{output}", output, rows=256, inputs=1, outputs=7)
@@ -829,17 +872,23 @@ def network_cases() -> dict[str, Case]:
     return cases
 
 
-def whole_networks() -> dict[str, Case]:
-    """Return the quantised networks of the committed file, with an image each: small models of random weights."""
-    _, cases = read(GOLDEN / "networks.safetensors")
-    return {name: dataclasses.replace(case, outputs={}) for name, case in cases.items() if case.operation == "network"}
+def whole_networks(file: str, networks: Models) -> dict[str, Case]:
+    """Return the quantised networks of a committed file, with an image each: small models of random weights.
+
+    Those that the file lacks are quantised now.
+    """
+    _, cases = read(GOLDEN / f"{file}.safetensors")
+    found = {name: dataclasses.replace(case, outputs={}) for name, case in cases.items() if case.operation == "network"}
+    added = converted_networks({name: about for name, about in networks.items() if f"network/{name}" not in found})
+    return {f"network/{name}": (found | added)[f"network/{name}"] for name in networks}
 
 
 _VIT: dict[str, Any] = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2, "mlp_ratio": 2}
 _SWIN: dict[str, Any] = {
     "img_size": 16, "patch_size": 2, "embed_dim": 8, "depths": (2, 1), "num_heads": (1, 2), "mlp_ratio": 2, "window_size": 4,
 }  # fmt: skip
-NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
+Models = dict[str, tuple[str, dict[str, Any]]]
+NETWORKS: Models = {
     "vit": ("VisionTransformer", {"num_classes": 5, "reg_tokens": 2, "no_embed_class": True, "init_values": 0.2}),
     "vit-features": ("VisionTransformer", {"num_classes": 0}),
     "vit-qk-norm": ("VisionTransformer", {"num_classes": 4, "qk_norm": True, "global_pool": "avg"}),
@@ -851,10 +900,19 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
     "vit-long": ("VisionTransformer", {"num_classes": 3, "img_size": 18, "patch_size": 2, "depth": 2}),
     # 18 channels are not rotated
     "vit-two-outputs": ("two outputs", {"num_classes": 0, "embed_dim": 18}),
+    "vit-tokens": ("tokens", {"num_classes": 0, "embed_dim": 8, "patch_size": 8, "num_heads": 1, "mlp_ratio": 1}),
     "swin": ("SwinTransformer", {"num_classes": 5}),
     "swin-features": ("SwinTransformer", {"num_classes": 0, "window_size": 2}),
 }
-"""By a case's name: a class of timm, or :func:`_two_outputs`, and how it differs from the above."""
+"""By a case's name: a class of timm, :func:`_two_outputs` or :func:`_tokens`, and how it differs from the above."""
+ACTIVATION_NETWORKS: Models = {
+    "vit-silu": ("VisionTransformer", {"num_classes": 3, "act_layer": "silu"}),
+    "vit-quick-gelu": ("VisionTransformer", {"num_classes": 3, "act_layer": "quick_gelu"}),
+    "vit-relu": ("VisionTransformer", {"num_classes": 3, "act_layer": "relu"}),
+    "vit-swiglu": ("VisionTransformer", {"num_classes": 3, "mlp_layer": "SwiGLUPacked", "act_layer": "silu"}),
+    "vit-swiglu-norm": ("VisionTransformer", {"num_classes": 3, "mlp_layer": "SwiGLU", "scale_mlp_norm": True}),
+}
+"""Those with other activations than GELU, and gated MLPs of ``timm.layers``."""
 
 
 def _two_outputs(**options: Any) -> torch.nn.Module:
@@ -883,20 +941,41 @@ def _two_outputs(**options: Any) -> torch.nn.Module:
     return TwoOutputs()
 
 
-def converted_networks() -> dict[str, Case]:
-    """Return the networks of :data:`NETWORKS`, quantised now; the integers depend on PyTorch's and timm's versions."""
+def _tokens(**options: Any) -> torch.nn.Module:
+    """Return a model whose outputs are patch tokens: as tokens, and as maps of both layouts."""
+    import timm
+
+    class PatchTokens(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = timm.models.vision_transformer.VisionTransformer(**options)
+
+        def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+            patches = self.model.forward_features(images)[:, 1:]
+            maps = patches.unflatten(1, self.model.patch_embed.grid_size)
+            return {"patches": patches, "map": maps, "channels_first": maps.movedim(-1, 1)}
+
+    return PatchTokens()
+
+
+def converted_networks(networks: Models) -> dict[str, Case]:
+    """Return networks, quantised now; the integers depend on PyTorch's and timm's versions."""
+    if not networks:
+        return {}
     import timm
 
     makers = {
         "VisionTransformer": lambda **options: timm.models.vision_transformer.VisionTransformer(**{**_VIT, **options}),
         "SwinTransformer": lambda **options: timm.models.swin_transformer.SwinTransformer(**{**_SWIN, **options}),
         "two outputs": lambda **options: _two_outputs(**{**_VIT, **options}),
+        "tokens": lambda **options: _tokens(**{**_VIT, **options}),
     }
     cases = {}
-    for name, (kind, options) in NETWORKS.items():
+    for name, (kind, options) in networks.items():
         draw = Draw(f"network/{name}")
         torch.manual_seed(draw.chance.getrandbits(40))
-        model = makers[kind](**options).eval()
+        layers = {option: getattr(timm.layers, x) for option, x in options.items() if option == "mlp_layer"}
+        model = makers[kind](**{**options, **layers}).eval()
         with torch.no_grad():
             for x in model.parameters():
                 # weights as timm draws them do little
@@ -994,8 +1073,10 @@ def main() -> None:
     if arguments.random is not None:
         made = {"random": random_cases(arguments.random)}
     else:
-        networks = network_cases() | (converted_networks() if arguments.convert else whole_networks())
-        made = {"attention": step_cases() | int8_cases(), "floats": float_cases(), "networks": networks}
+        made = {"attention": step_cases() | int8_cases(), "floats": float_cases()}
+        layers = {"networks": (network_cases(), NETWORKS), "activations": (activation_cases(), ACTIVATION_NETWORKS)}
+        for file, (cases, models) in layers.items():
+            made[file] = cases | (converted_networks(models) if arguments.convert else whole_networks(file, models))
     for name, cases in made.items():
         path = arguments.output / f"{name}.safetensors"
         write(path, cases)

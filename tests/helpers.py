@@ -582,6 +582,8 @@ def operator_samples(device: torch.device, backend: str) -> dict[str, tuple]:
     stream = torch.full((9, 12), -300, dtype=torch.int16, device=device)
     samples["int8_linear"] = (x, weight, bias, ratio, 1, stream, None, torch.int16, backend)
     samples["int8_linear_gelu"] = (x, weight, bias, ratio, 1, bias, bias, 8, backend)
+    samples["int8_linear_silu"] = samples["int8_linear_relu"] = samples["int8_linear_gelu"]
+    samples["gated"] = (stream, 1 << 28, ratio[:6], bias[:6], "silu", torch.int8, backend)
     samples["integer_layer_norm"] = (stream, 5, ratio, bias, 17, None, torch.int8, backend)
     order = torch.tensor([2, 0, 1], dtype=torch.int32, device=device)
     tokens = x.view(3, 3, 16), weight, bias, ratio, 1, stream.view(3, 3, 12), order

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from qflash.network import execution  # noqa: F401 - registers the operators
 from qflash.network.modules import Attention
 from qflash.specification import layers as op
 from qflash.specification.fixed_point import Checker
+from qflash.specification.gated import gated
 
 DTYPES = (torch.int8, torch.int16, torch.int32)
 BITS = {torch.int8: 8, torch.int16: 16, torch.int32: 31}
@@ -72,10 +74,13 @@ class Layer:
         if self.name == "integer_mean":
             op.token_mean(*self.arguments, CHECK)
             return
+        if self.name == "gated":
+            gated(*self.arguments, CHECK)
+            return
         x, weight, bias, multiplier, left, *rest = self.arguments
         sums = op.rescale(op.integer_matmul(x, weight), left, bias, multiplier, CHECK)
-        if self.name == "int8_linear_gelu":
-            op.gelu_int8(sums, *rest, CHECK)
+        if (name := self.name.removeprefix("int8_linear_")) in op.ACTIVATIONS:
+            op.activate(sums, op.Activation(name, *rest), CHECK)
 
     def __repr__(self) -> str:
         about = (f"{tuple(x.shape)}" if isinstance(x, torch.Tensor) else str(x) for x in self.arguments)
@@ -94,7 +99,7 @@ def linear(
     Args:
         x: int8 or int16 (..., inputs).
         weight: int8 (outputs, inputs).
-        kind: ``"int8"``, ``"int16"``, ``"int32"``, ``"residual"`` or ``"gelu"``.
+        kind: ``"int8"``, ``"int16"``, ``"int32"``, ``"residual"`` or an activation.
         chance: for the constants.
         left: as far as sums allow if None.
     """
@@ -106,18 +111,18 @@ def linear(
     assert left <= room
     # the bias doubles the sums at most, which `room` allows for
     bias = integers(-(largest << left), (largest << left) + 1, (outputs,), torch.int32, chance)
-    wanted = {"int8": 8, "int16": 16, "residual": 14, "gelu": 13, "int32": 30}[kind]
+    wanted = {"int8": 8, "int16": 16, "residual": 14, "int32": 30}.get(kind, 13)
     bits = min(31, max(2, wanted + 36 - largest.bit_length() - left + chance.randint(-3, 2)))
     multiplier = integers(1 << (bits - 2), 1 << bits, (outputs,), torch.int32, chance)
     if chance.random() < 0.2:
         multiplier = integers(0, 1 << 31, (outputs,), torch.int32, chance)
     constants = (x, weight, bias, multiplier, left)
-    if kind == "gelu":
-        gelu_shift = chance.choice((0, 30, chance.randint(8, 22)))
-        gelu_multiplier = integers(0, (1 << 13) + 1, (outputs,), torch.int32, chance)
-        high = min(30, gelu_shift + 7)
+    if kind in op.ACTIVATIONS:
+        shift = chance.choice((0, 30, chance.randint(8, 22)))
+        factor = integers(0, (1 << 13) + 1, (outputs,), torch.int32, chance)
+        high = min(30, shift + 7)
         offset = integers(-(1 << high) + 1, 1 << high, (outputs,), torch.int32, chance)
-        return Layer("int8_linear_gelu", (*constants, gelu_multiplier, offset, gelu_shift))
+        return Layer(f"int8_linear_{kind}", (*constants, factor, offset, shift))
     dtype = torch.int16 if kind == "residual" else getattr(torch, kind)
     residual = None
     if kind == "residual":
@@ -128,7 +133,7 @@ def linear(
     return Layer("int8_linear", (*constants, residual, None, dtype))
 
 
-KINDS = ("int8", "int16", "int32", "residual", "gelu")
+KINDS = ("int8", "int16", "int32", "residual", *op.ACTIVATIONS)
 
 
 def draw_linear(number: int, most: int = 150) -> Layer:
@@ -139,7 +144,7 @@ def draw_linear(number: int, most: int = 150) -> Layer:
     outputs = chance.choice((chance.randint(1, most), 16 * chance.randint(1, 8)))
     kind = KINDS[number % len(KINDS)]
     dtype, most_weight = torch.int8, 128
-    if number % 4 == 3 and kind != "gelu":
+    if number % 4 == 3 and kind not in op.ACTIVATIONS:
         dtype, most_weight = torch.int16, min(128, (1 << 14) // inputs)
     ends = op.LIMITS[dtype]
     x = integers(ends[0], ends[1] + 1, (*shape, inputs), dtype, chance)
@@ -247,8 +252,29 @@ def draw_mean(number: int) -> Layer:
     return Layer("integer_mean", (x, multiplier, left, offset, DTYPES[number % 3]))
 
 
-MOVING = (draw_joined_norm, draw_scattered_linear, draw_embedding, draw_mean)
-"""Draws of layers that take tokens from other places, bring them there, or average them."""
+def draw_gated(number: int) -> Layer:
+    """Return a random gated product; some inputs are at the ends of their range."""
+    chance = random.Random(number)
+    channels = chance.choice((1, chance.randint(1, 40), chance.randint(1, 600), 64 * chance.randint(1, 6)))
+    shape = chance.choice(
+        ((chance.randint(1, 30),), (chance.randint(0 if number % 8 == 0 else 1, 3), chance.randint(1, 15)), ())
+    )
+    x = integers(-32768, 32768, (*shape, 2 * channels), torch.int16, chance)
+    if number % 4 == 1:
+        gate, value = x.chunk(2, dim=-1)
+        gate.fill_(chance.choice((-32768, 32767)))
+        value.fill_(chance.choice((-32768, 32767)))
+    factor = chance.choice(((1 << 31) - 1, 0, chance.getrandbits(31), 1 << 24))
+    # products reach 2**30, outputs 2**7 to 2**29
+    wanted = {torch.int8: 9, torch.int16: 17, torch.int32: 31}[DTYPES[number % 3]]
+    multiplier = integers(0, 1 << chance.randint(wanted, 31), (channels,), torch.int32, chance)
+    offset = integers(1 - (1 << 30), 1 << 30, (channels,), torch.int32, chance) >> chance.choice((0, 0, 7))
+    name = list(op.ACTIVATIONS)[number // 3 % len(op.ACTIVATIONS)]
+    return Layer("gated", (spread_out(x, chance.choice(LAYOUTS)), factor, multiplier, offset, name, DTYPES[number % 3]))
+
+
+MOVING = (draw_joined_norm, draw_scattered_linear, draw_embedding, draw_mean, draw_gated)
+"""Draws of layers that take tokens from other places, bring them there, or average them; and of gated products."""
 
 
 def edge_norms() -> list[Layer]:
@@ -288,12 +314,28 @@ def extremes() -> list[Layer]:
             x, weight = torch.full((7, inputs), value, dtype=torch.int8), torch.full((33, inputs), weights, dtype=torch.int8)
             found += [linear(x, weight, kind, chance, left) for kind in KINDS for left in (0, 3, None)]
     x, weight = (integers(-128, 128, (20, 48), torch.int8, chance) for _ in range(2))
-    found += [linear(x, weight, "gelu", chance) for _ in range(7)]
+    found += [linear(x, weight, name, chance) for name in op.ACTIVATIONS for _ in range(7)]
     found += [draw_layer_norm(number, channels) for number, channels in enumerate((1, 1, 1, 2, 3, 4096, 4096, 4096))]
-    # where GELU's inputs pass the largest that counts, 2**17 - 1, in steps of one
+    # where inputs of activations pass the largest that counts, 2**17 - 1, in steps of one
     x, one, unit = torch.arange(-5, 5, dtype=torch.int8)[:, None], torch.ones(1, dtype=torch.int32), torch.tensor([1 << 30])
     constants = 4 * ((1 << 17) - 1) * one, unit.to(torch.int32), 2, one, -(1 << 17) * one, 0
-    found.append(Layer("int8_linear_gelu", (x, one[None].to(torch.int8), *constants)))
+    found += [Layer(f"int8_linear_{name}", (x, one[None].to(torch.int8), *constants)) for name in op.ACTIVATIONS]
+    ends = torch.tensor([-32768, -32767, -1, 0, 1, 32766, 32767], dtype=torch.int16)
+    x = torch.stack(torch.meshgrid(ends, ends, indexing="ij"), dim=-1).view(-1, 2)
+    for name, factor in itertools.product(op.ACTIVATIONS, ((1 << 31) - 1, 1 << 30)):
+        for offset in (1 - (1 << 30), (1 << 30) - 1):
+            found.append(
+                Layer(
+                    "gated",
+                    (
+                        x,
+                        factor,
+                        *(torch.tensor([end], dtype=torch.int32) for end in ((1 << 31) - 1, offset)),
+                        name,
+                        torch.int32,
+                    ),
+                )
+            )
     return found
 
 

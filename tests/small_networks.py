@@ -33,6 +33,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "grey": ("vit", {"num_classes": 3, "in_chans": 1, "depth": 1}),
     "no biases": ("vit", {"num_classes": 3, "qkv_bias": False, "proj_bias": False, "depth": 1}),
     "query and key norms": ("vit", {"num_classes": 10, "qk_norm": True}),
+    "SiLU": ("vit", {"num_classes": 3, "act_layer": "silu", "depth": 1}),
+    "ReLU": ("vit", {"num_classes": 3, "act_layer": "relu", "depth": 1}),
+    "SwiGLU": ("vit", {"num_classes": 3, "mlp_layer": timm.layers.SwiGLUPacked, "act_layer": "silu", "depth": 1}),
+    "SwiGLU with a norm": ("vit", {"num_classes": 3, "mlp_layer": timm.layers.SwiGLU, "scale_mlp_norm": True, "depth": 1}),
     "swin": ("swin", {"num_classes": 10}),
     "swin features": ("swin", {"num_classes": 0}),
 }

@@ -21,6 +21,7 @@ __all__ = [
     "export_onnx",
     "export_tosa",
     "float_attention",
+    "image_transform",
     "int8_attention",
     "load_model",
     "patch",
@@ -30,6 +31,7 @@ __all__ = [
     "register_attention",
     "save_model",
     "sdpa",
+    "transformers_model",
     "unpatch",
     "varlen_attention",
     "warmup",
@@ -52,12 +54,14 @@ if TYPE_CHECKING or not _is_command():
     from .api import align_bias, attention, int8_attention, quantize, quantize_bias, varlen_attention
     from .explanation import explain
     from .integrations.calibrate import calibrate
+    from .integrations.images import image_transform
     from .integrations.inspection import coverage, float_attention
     from .integrations.patching import patch, unpatch
     from .integrations.sdpa import sdpa
     from .integrations.transformers import register_attention
     from .network.c_export import export_c
     from .network.compare import compare
+    from .network.hugging_face import transformers_model
     from .network.onnx_export import export_onnx
     from .network.quantize import quantize_model
     from .network.storage import load_model, save_model
@@ -72,14 +76,14 @@ else:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from . import api, explanation, precompile
-        from .integrations import calibrate, inspection, patching, sdpa
-        from .integrations import transformers as hugging_face
-        from .network import c_export, compare, onnx_export, storage, tosa_export
+        from .integrations import calibrate, images, inspection, patching, sdpa
+        from .integrations import transformers as names_of_attention
+        from .network import c_export, compare, hugging_face, onnx_export, storage, tosa_export
         from .network import quantize as network
         from .specification import quantization, recipe
 
-        networks = network, storage, onnx_export, tosa_export, c_export, compare
-        models = patching, calibrate, inspection, hugging_face, sdpa
+        networks = network, storage, onnx_export, tosa_export, c_export, compare, hugging_face
+        models = patching, calibrate, inspection, images, names_of_attention, sdpa
         homes = recipe, quantization, *models, *networks, precompile, explanation, api
         names = {name: x for home in homes for name, x in vars(home).items()}
         globals().update({public: names[public] for public in __all__})

@@ -5,10 +5,12 @@ Nothing heavy is imported before a command runs, so that help and version answer
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import pathlib
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import typer
 
@@ -88,6 +90,183 @@ def check_onnx(
     for outcome in outcomes:
         typer.echo(f"{outcome.runtime}: {outcome.problem or 'equal'}")
     raise typer.Exit(int(any(outcome.problem for outcome in outcomes)))
+
+
+class VectorFormat(str, enum.Enum):
+    """What files of vectors hold."""
+
+    HEX = "hex"
+    NPY = "npy"
+    C = "c"
+
+
+@app.command()
+def vectors(
+    source: Annotated[pathlib.Path, typer.Argument(help="A network that network.save wrote, or a file of golden vectors.")],
+    output: Annotated[pathlib.Path, typer.Option("--output", "-o", help="A new or empty folder.")],
+    case: Annotated[list[str] | None, typer.Option(help="Pattern of names, as 'gelu/*'; repeatable. All if left out.")] = None,
+    images: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="Of a network: .npy, uint8 (count, channels, height, width). A made one if left out."),
+    ] = None,
+    trace: Annotated[bool, typer.Option("--trace", help="With every step that the documents name.")] = False,
+    output_format: Annotated[
+        list[VectorFormat] | None, typer.Option("--format", help="hex for $readmemh, npy, c; repeatable. hex if left out.")
+    ] = None,
+) -> None:
+    """Write inputs, constants, outputs and steps as files for a testbench: a folder a golden case, or a node of a network.
+
+    Exit status: 0 written; 1 the source, a pattern, the images or the folder is refused.
+    """
+    try:
+        from .network.vectors import write_vectors
+
+        formats = [each.value for each in output_format or [VectorFormat.HEX]]
+        written = write_vectors(source, output, cases=case or (), images=images, trace=trace, formats=formats)
+    except (ImportError, ValueError, OSError) as error:
+        typer.echo(f"qflash vectors: {error}", err=True)
+        raise typer.Exit(1) from error
+    typer.echo(f"{len(written)} cases in {output}")
+
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A name of timm, hf-hub:OWNER/NAME of timm, OWNER/NAME of transformers, or a folder with config.json.",
+    ),
+]
+ImagesArgument = Annotated[pathlib.Path, typer.Argument(metavar="IMAGES", help="A folder of images, or a .npy file of uint8.")]
+FileArgument = Annotated[
+    pathlib.Path, typer.Argument(metavar="FILE", dir_okay=False, help="What convert or network.save wrote.")
+]
+SizeOption = Annotated[str | None, typer.Option(help="Image size in pixels, as 224 or 224x448 (height x width).")]
+OutputsOption = Annotated[
+    str | None,
+    typer.Option(help="Names between commas: logits, features, tokens, submodules as blocks.3, or fields. What it returns."),
+]
+RandomOption = Annotated[bool, typer.Option("--random-weights", help="Draw weights and download none.")]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda or cuda:1; auto takes a GPU if there is one.")]
+
+
+@contextlib.contextmanager
+def _errors(name: str) -> Iterator[None]:
+    """Print an error that a user can mend as one line, and exit with 1."""
+    try:
+        yield
+    except (ImportError, ValueError, TypeError, OSError) as error:
+        typer.echo(f"qflash {name}: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _console(output_format: Format) -> Any:
+    """Return where tables go: nowhere if JSON is wanted."""
+    from rich.console import Console
+
+    return Console(quiet=output_format is Format.JSON)
+
+
+def _print_json(output_format: Format, report: Any) -> None:
+    if output_format is Format.JSON:
+        typer.echo(json.dumps(report, indent=2))
+
+
+@app.command()
+def convert(
+    model: ModelArgument,
+    images: ImagesArgument,
+    output: Annotated[pathlib.Path, typer.Option("-o", "--output", dir_okay=False, help="The integer network.")],
+    onnx: Annotated[pathlib.Path | None, typer.Option(dir_okay=False, help="Also write ONNX.")] = None,
+    tosa: Annotated[pathlib.Path | None, typer.Option(dir_okay=False, help="Also write TOSA.")] = None,
+    size: SizeOption = None,
+    outputs: OutputsOption = None,
+    calibrate: Annotated[int, typer.Option(min=1, help="Images of calibration.")] = 64,
+    compare: Annotated[int, typer.Option(min=1, help="Further images that are compared with the float model.")] = 64,
+    recipe: Annotated[str | None, typer.Option(help="Of attention: default or accurate.")] = None,
+    keep_float: Annotated[list[str] | None, typer.Option(help="A submodule that stays in floating point; repeatable.")] = None,
+    random_weights: RandomOption = False,
+    device: DeviceOption = "auto",
+    output_format: FormatOption = Format.TABLE,
+) -> None:
+    """Quantise a float model on images, write it to a file, and compare both."""
+    with _errors("convert"):
+        from .commands import check_files, load_float
+        from .commands import convert as run
+
+        exports = {kind: path for kind, path in (("onnx", onnx), ("tosa", tosa)) if path is not None}
+        check_files(output, exports)
+        found = load_float(model, size, random_weights, device)
+        options = {"recipe": recipe, "keep_float": keep_float or [], "progress": output_format is Format.TABLE}
+        counts = calibrate, compare
+        report = run(
+            found, images, output, exports, outputs=outputs, counts=counts, options=options, console=_console(output_format)
+        )
+        _print_json(output_format, {**report, "random_weights": random_weights})
+        if random_weights and output_format is Format.TABLE:
+            typer.echo("random weights: this shows that conversion works, not how close a trained model is")
+
+
+@app.command()
+def coverage(
+    model: ModelArgument,
+    size: SizeOption = None,
+    outputs: OutputsOption = None,
+    random_weights: RandomOption = False,
+    output_format: FormatOption = Format.TABLE,
+) -> None:
+    """Say what of a model becomes integers, and why the rest does not; no images are needed.
+
+    Exit status: 0 the whole model does; 1 it does not.
+    """
+    with _errors("coverage"):
+        from .commands import coverage as run
+        from .commands import load_float
+
+        report = run(load_float(model, size, random_weights, "cpu"), outputs, _console(output_format))
+        _print_json(output_format, report)
+    raise typer.Exit(int(not report["integers"]))
+
+
+@app.command()
+def predict(
+    file: FileArgument,
+    images: ImagesArgument,
+    labels: Annotated[
+        pathlib.Path | None,
+        typer.Option(dir_okay=False, help="Names of classes, one a line or JSON; else the file's."),
+    ] = None,
+    output: Annotated[
+        pathlib.Path | None, typer.Option(dir_okay=False, help="Write all outputs, float32: .npy, .npz if there are several.")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="Classes of each image.")] = 5,
+    device: DeviceOption = "auto",
+    output_format: FormatOption = Format.TABLE,
+) -> None:
+    """Print the likeliest classes of images by an integer network, or write its outputs."""
+    with _errors("predict"):
+        from .commands import predict as run
+
+        rows = run(file, images, labels=labels, output=output, top=top, device=device, console=_console(output_format))
+        _print_json(output_format, rows)
+
+
+@app.command()
+def time(
+    file: FileArgument,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Images a call; repeatable. 1, 8 and 64 if left out.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="On a CPU; PyTorch's choice if left out.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Calls that are timed.")] = 20,
+    device: DeviceOption = "auto",
+    output_format: FormatOption = Format.TABLE,
+) -> None:
+    """Time an integer network: median and range of calls, images a second; CUDA graphs on a GPU."""
+    with _errors("time"):
+        from .commands import measure as run
+
+        report = run(
+            file, batches=batch or [1, 8, 64], device=device, threads=threads, rounds=rounds, console=_console(output_format)
+        )
+        _print_json(output_format, report)
 
 
 def _moved(context: typer.Context) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from .plan_cache import Run, Tensors
-from .specification import layers, quantization, reference
+from .specification import gated, layers, quantization, reference
 from .specification.attention_call import AttentionCall, Scales, VarlenCall, float_call
-from .specification.layers import Gelu, LinearIntegers
+from .specification.layers import Activation, LinearIntegers
 from .specification.memory_format import as_four, is_expanded
 from .unseen_tokens import once, searches, shown_tokens, without_unseen
 
@@ -147,25 +147,30 @@ class Backend:
         layer: LinearIntegers,
         out_dtype: torch.dtype,
         residual: torch.Tensor | None = None,
-        gelu: Gelu | None = None,
+        activation: Activation | None = None,
         scatter: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run a linear layer of an integer network, then add a residual or apply GELU; see :mod:`qflash.network.execution`.
+        """Run a linear layer, then add a residual or apply an activation; see :mod:`qflash.network.execution`.
 
         Args:
             scatter: where output and residual have each token; None: in the same place.
         """
         near = residual if residual is None or scatter is None else residual.index_select(1, scatter)
-        out = self._linear(x, layer, out_dtype, near, gelu)
+        out = self._linear(x, layer, out_dtype, near, activation)
         return out if scatter is None else layers.scatter_tokens(out, scatter)
 
     def _linear(
-        self, x: torch.Tensor, layer: LinearIntegers, dtype: torch.dtype, residual: torch.Tensor | None, gelu: Gelu | None
+        self,
+        x: torch.Tensor,
+        layer: LinearIntegers,
+        dtype: torch.dtype,
+        residual: torch.Tensor | None,
+        activation: Activation | None,
     ) -> torch.Tensor:
         out = layers.rescale(layers.integer_matmul(x, layer.weight), layer.left, layer.bias, layer.multiplier)
-        if gelu is not None:
-            return layers.gelu_int8(out, *gelu)
-        return layers.saturate(out if residual is None else out + residual, dtype)
+        if activation is not None:
+            return layers.activate(out, activation)
+        return layers.saturate(out if residual is None else layers.add_residual(out, residual), dtype)
 
     def layer_norm(
         self, h: torch.Tensor, epsilon: int, gain: torch.Tensor, offset: torch.Tensor, shift: int, out_dtype: torch.dtype,
@@ -197,6 +202,13 @@ class Backend:
         residual = None if position is None else position.expand(batch, -1, -1)
         h = self.linear(layers.patches(images, patch_size), layer, torch.int16, residual)
         return h if prefix is None else torch.cat((prefix.expand(batch, -1, -1), h), dim=1)
+
+    def gated(
+        self, x: torch.Tensor, gate_multiplier: int, multiplier: torch.Tensor, offset: torch.Tensor, activation: str,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor:  # fmt: skip
+        """Multiply values by activations of gates; see :mod:`qflash.network.operators.gated`."""
+        return gated.gated(x, gate_multiplier, multiplier, offset, activation, out_dtype)
 
 
 class KernelBackend(Backend):

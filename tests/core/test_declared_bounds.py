@@ -35,17 +35,29 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, int]]:
     return Recorder.ranges
 
 
-SUMS = {"S": (-(2**14) * 16, 2**14 * 16), "t": UNSIGNED_31}
+SUMS = {
+    **dict.fromkeys(("query", "key", "value", "out"), (-128, 127)),
+    "F": (0, 24), "S": (-(2**14) * 16, 2**14 * 16), "t": UNSIGNED_31,
+}  # fmt: skip
+NORMALISED = {
+    "B": (0, 42), "x": (2**29, 2**30 + 1), "R": (2**30, 2**31 - 1), "e - 11": (0, 31), "O << (24 - B)": SIGNED_32,
+    "mul(x, R, 32)": (0, 2**29), "m": (-(2**31), 2**30),
+}  # fmt: skip
 ATTENTION = {
     "default": {
-        **SUMS, "w": (0, 256 * 128 - 65), "l": (0, 2**24 - 1), "L": UNSIGNED_31, "L or l": UNSIGNED_31, "O": SIGNED_32,
+        **SUMS, **NORMALISED, "M": UNSIGNED_31, "F - F'": (0, 8), "w": (0, 256 * 128 - 65), "l": (0, 2**24 - 1),
+        "L": UNSIGNED_31, "L or l": UNSIGNED_31, "O": SIGNED_32,
         "8 times the sum of V": (-(2**30), 2**30 - 1), "twice the mean of V": (-256, 256),
         "O with the missing mass": SIGNED_32,
     },
     "accurate": {
-        **SUMS, "y": (-(2**30), 2**30), "P": (0, 2**15 - 1), "l": UNSIGNED_31, "O": (-(2**38), 2**38 - 1),
+        **SUMS, **NORMALISED, "A": (0, 2**12), "R of scores": UNSIGNED_31, "y": (-(2**30), 2**30), "P": (0, 2**15 - 1),
+        "l": UNSIGNED_31, "O": (-(2**38), 2**38 - 1),
     },
-    "paper": {**SUMS, "P": (0, 127), "l": (0, 2**24 - 1), "O": SIGNED_32},
+    "paper": {
+        **SUMS, **{name: NORMALISED[name] for name in ("R", "e - 11")}, "M": UNSIGNED_31, "F - F'": (0, 8), "P": (0, 127),
+        "l": (0, 2**24 - 1), "O": SIGNED_32,
+    },
 }  # fmt: skip
 """For 16 channels and rows of one section; docs/algorithm.md, overflow."""
 
@@ -57,8 +69,9 @@ def test_attention(name: str, ranges: dict[str, tuple[int, int]]) -> None:
     tensors = [qflash.quantize(x, grain) for x, grain in zip(make_inputs(1, 1, 5, 70, 16), grains, strict=True)]
     parts = [part for x in tensors for part in (x.values, x.scale.view((1,) * (4 - x.scale.dim()) + x.scale.shape))]
     for mask in (None, quantization.bias_to_fixed(torch.zeros(1, 1, 1, 70))):
-        call = int8_call(*parts, mask, False, 0.25, None, torch.float32, recipe)
-        reference.int8_attention(call, checked=True)
+        for scale, dtype in ((None, torch.float32), (torch.ones(1, 1, 1, 1), torch.int8)):
+            call = int8_call(*parts, mask, False, 0.25, scale, dtype, recipe)
+            reference.int8_attention(call, checked=True)
     assert ranges == {**ATTENTION[name], "z": (-(2**30) + 1, 2**30 - 1)}
 
 
@@ -67,11 +80,15 @@ def test_networks(ranges: dict[str, tuple[int, int]]) -> None:
     int8 = torch.ones(3, 3, dtype=torch.int8)
     op.rescale(op.integer_matmul(int8, int8), 9, ones, ones, check)
     x = torch.arange(-300, 300, 200, dtype=torch.int16)
-    op.gelu_int8(x.to(torch.int64), ones, ones, 3, check)
+    for name in op.ACTIVATIONS:
+        op.activate(x.to(torch.int64), op.Activation(name, ones, ones, 3), check)
     op.layer_norm(x[None], 1, ones, ones, 3, torch.int8, check)
     assert ranges == {
-        "(acc << left) + b": SIGNED_32, "GELU: r": (0, 4096), "GELU: z": (0, 2**15), "GELU: w": (0, 18977),
-        "GELU: h": (0, 18588), "GELU: g M + B": SIGNED_32,
+        "acc": SIGNED_32, "(acc << left) + b": SIGNED_32, "rescale(acc)": (-(2**30), 2**30), "y": (-128, 127),
+        "GELU: u": (-(2**30), 2**30), "GELU: r": (0, 4096), "GELU: z": (0, 2**15), "GELU: w": (0, 18977),
+        "GELU: h": (0, 18588), "GELU: g": (-(2**15), 2**17 - 1), "SiLU: u": (-(2**30), 2**30), "SiLU: r": (0, 4096),
+        "SiLU: z": (0, 2**15), "SiLU: w": (0, 32591), "SiLU: h": (-97, 121787), "SiLU: g": (-(2**15), 2**17 - 1),
+        "f M + B": SIGNED_32, "h": (-(2**15), 2**15 - 1), "v": (2**28, 2**30 - 1),
         "S": (-(2**27), 2**27), "m": (-(2**17), 2**17), "V": (0, 2**47 - 1), "x": (2**29 - 64, 2**30),
         "f": (2**28 - 64, 2**30), "d": (-(2**28), 2**28 - 1), "d 2**l": SIGNED_32, "N": (-(2**26), 2**26),
         "mul(N, G, 28) + B": SIGNED_32,

@@ -41,7 +41,14 @@ RUN_BY = {
     "python golden/checker.py": "tests/core/test_golden.py::test_checker_agrees_and_needs_nothing_of_the_package",
     "python scripts/sanitize_gpu.py": "tests/kernels/test_sanitize_gpu.py::test_workers_behind_a_tool",
     "qflash check-onnx": "tests/network/test_onnx_check.py::test_a_good_file_is_equal_everywhere",
+    "python examples/integer_network.py": "tests/integrations/test_examples.py::test_example",
+    "python rtl/run.py": "tests/network/test_rtl.py::test_every_golden_case_of_their_operators_is_met",
     "qflash info": "tests/core/test_cli.py::test_info_table",
+    "qflash vectors": "tests/network/test_vectors.py::test_the_command",
+    "qflash convert": "tests/core/test_commands.py::test_convert_prints_a_table",
+    "qflash coverage": "tests/core/test_commands.py::test_coverage_of_what_becomes_integers",
+    "qflash predict": "tests/core/test_commands.py::test_predict_names_the_likeliest_classes",
+    "qflash time": "tests/core/test_commands.py::test_time_prints_medians",
     "qflash-lab ablate": "tests/lab/bench/test_ablation.py::test_command_writes_tables_and_plots",
     "qflash-lab accuracy": "tests/lab/bench/test_accuracy.py::test_inputs_of_a_file",
     "qflash-lab bench": "tests/lab/bench/test_latency.py::test_command_on_the_cpu",
@@ -63,6 +70,7 @@ NOT_RUN = {
     "make lint": "a step of .ci/run",
     "make real": "downloads 200 MB",
     "make report": "minutes; tests/lab/paper runs what is behind it",
+    "make rtl-tools": "a step of .ci/run",
     "make sanitize": "half an hour; runs scripts/sanitize_cpu.py",
     "make sanitize-gpu": "needs an NVIDIA GPU and its CUDA toolkit",
     "make setup": "a step of .ci/run",
@@ -138,7 +146,7 @@ def commands() -> tuple[Command, ...]:
     for path in DOCUMENTS:
         for line, whole in lines_of(path):
             # a script that is named stands for itself
-            text = re.sub(r"^(?=(?:benchmarks|scripts|golden)/\w+\.py\b)", "python ", " ".join(line.split()))
+            text = re.sub(r"^(?=(?:benchmarks|scripts|golden|rtl)/\w+\.py\b)", "python ", " ".join(line.split()))
             if not PROGRAM.match(text) or text in NO_COMMANDS:
                 continue
             words = shlex.split(re.sub(r"^(?:[A-Z_]+=\S+ )*(?:python -m (?=pip ))?", "", text), comments=True)

@@ -361,6 +361,16 @@ def test_checker_refuses_what_leaves_its_range() -> None:
             fp.Checker(True)("x", x, low, high)
 
 
+def test_observer_sees_what_the_reference_names_and_requires_its_range() -> None:
+    x, seen = torch.tensor([-3, 5]), []
+    with fp.observed(lambda *quantity: seen.append(quantity)):
+        assert fp.Checker(False)("x", x, -3, 5) is x
+        with pytest.raises(OverflowError, match="x spans"):
+            fp.Checker(False)("x", x, -2, 5)
+    fp.Checker(False)("x", x, -3, 5)
+    assert seen == [("x", x, -3, 5)]
+
+
 def test_checked_mode_notices_a_row_that_is_too_long() -> None:
     keys = fp.MAX_KEYS + 4096
     query, key = extreme("high", (1, 1, 1, 1)), extreme("high", (1, 1, keys, 1))

@@ -25,7 +25,7 @@ from qflash.specification.reference import ARITHMETIC_VERSION
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "golden"
 CHECKER = GOLDEN / "checker.py"
-FILES = ("attention", "floats", "networks")
+FILES = ("attention", "floats", "networks", "activations")
 
 pytestmark = pytest.mark.skipif(not CHECKER.is_file(), reason="only the repository has the golden vectors")
 
@@ -84,12 +84,14 @@ TRITON = {
         "linear/int8-random-1", "linear/residual-random-0", "linear/ends-int8", "gelu/40", "gelu/tail", "layer-norm/7-int8",
         "layer-norm/3-int32", "layer-norm/1101-int32",
     ),
+    "activations": ("silu/40", "silu/tail", "relu/2000", "linear/silu-extreme", "gated/gelu-int16", "gated/silu-int8"),
 }  # fmt: skip
 """For the interpreter, where a case takes a tenth of a second to one: each of these computes something of its own."""
 
 
 TAKE_BACK_ENDS = (
-    "quantize", "quantize_with_scale", "quantize_bias", "attention", "int8_attention", "linear", "linear_gelu", "layer_norm",
+    "quantize", "quantize_with_scale", "quantize_bias", "attention", "int8_attention", "linear", "linear_gelu",
+    "linear_silu", "linear_relu", "gated", "layer_norm",
 )  # fmt: skip
 
 
@@ -115,13 +117,19 @@ def test_committed_files_are_those_of_the_script() -> None:
     script = make_golden()
     assert list(cases_of("attention")) == list({**script.step_cases(), **script.int8_cases()})
     assert list(cases_of("floats")) == list(script.float_cases())
-    networks = [f"network/{name}" for name in script.NETWORKS]
-    assert list(cases_of("networks")) == [*script.network_cases(), *networks]
-    operators = {node["operator"] for name in networks for node in cases_of("networks")[name].parameters["nodes"]}
+    layers = {
+        "networks": (script.network_cases(), script.NETWORKS),
+        "activations": (script.activation_cases(), script.ACTIVATION_NETWORKS),
+    }
+    operators = set()
+    for file, (cases, models) in layers.items():
+        networks = [f"network/{name}" for name in models]
+        assert list(cases_of(file)) == [*cases, *networks]
+        operators |= {node["operator"] for name in networks for node in cases_of(file)[name].parameters["nodes"]}
     assert operators == set(OPERATORS)
     operations = {case.operation for name in FILES for case in cases_of(name).values()}
     assert operations == set(script.OPERATIONS)
-    assert sum((GOLDEN / f"{name}.safetensors").stat().st_size for name in FILES) < 950_000
+    assert sum((GOLDEN / f"{name}.safetensors").stat().st_size for name in FILES) < 1_100_000
 
 
 def test_checker_agrees_and_needs_nothing_of_the_package() -> None:

@@ -27,9 +27,14 @@ NORM: dict[str, Any] = {
     "h": ints(3, 8, dtype=torch.int16), "epsilon": 1, "gain": ints(8), "offset": ints(8), "shift": 2, "gather": None,
     "out_dtype": torch.int8,
 }  # fmt: skip
-CALLS = {"int8_linear": LINEAR, "int8_linear_gelu": GELU, "integer_layer_norm": NORM}
+SILU = {name.replace("gelu", "silu"): x for name, x in GELU.items()}
+CALLS = {"int8_linear": LINEAR, "int8_linear_gelu": GELU, "int8_linear_silu": SILU, "integer_layer_norm": NORM}
 MEAN: dict[str, Any] = {
     "x": ints(2, 3, 8, dtype=torch.int16), "multiplier": ints(8), "left": 1, "offset": ints(8), "out_dtype": torch.int8,
+}  # fmt: skip
+GATED: dict[str, Any] = {
+    "x": ints(3, 8, dtype=torch.int16), "gate_multiplier": 5, "multiplier": ints(4), "offset": ints(4), "activation": "silu",
+    "out_dtype": torch.int8,
 }  # fmt: skip
 TOKENS = ints(2, 3, 8, dtype=torch.int8)
 EMBEDDING: dict[str, Any] = {
@@ -57,6 +62,7 @@ WRONG = [
     ("int8_linear_gelu", "gelu_multiplier", ints(6), ValueError, r"gelu_multiplier must have shape \(5,\)"),
     ("int8_linear_gelu", "gelu_offset", ints(5, dtype=torch.int64), TypeError, "gelu_offset must be int32, got int64"),
     ("int8_linear_gelu", "gelu_shift", -1, ValueError, "gelu_shift must be 0 to 30, got -1"),
+    ("int8_linear_silu", "silu_offset", ints(6), ValueError, r"silu_offset must have shape \(5,\)"),
     ("integer_layer_norm", "h", ints(3, 8, dtype=torch.int8), TypeError, "h must be int16, got int8"),
     ("integer_layer_norm", "h", ints(3, 4097, dtype=torch.int16), ValueError, "h must have 1 to 4096 channels"),
     ("integer_layer_norm", "h", ints(3, 0, dtype=torch.int16), ValueError, "h must have 1 to 4096 channels"),
@@ -67,6 +73,13 @@ WRONG = [
     ("integer_layer_norm", "out_dtype", torch.uint8, TypeError, "out_dtype must be int8, int16 or int32, got uint8"),
     ("int8_linear", "scatter", ints(3), ValueError, r"scatter must hold a place for every token of x.*\(3,\) for \(3, 8\)"),
     ("integer_layer_norm", "gather", ints(3, 1), ValueError, r"gather must be .new tokens, pieces.*\(3, 1\) for \(3, 8\)"),
+    ("gated", "x", ints(3, 8, dtype=torch.int8), TypeError, "x must be int16, got int8"),
+    ("gated", "x", ints(3, 7, dtype=torch.int16), ValueError, r"x must have gates and as many values .*\(3, 7\)"),
+    ("gated", "gate_multiplier", -1, ValueError, "gate_multiplier must be from 0 to 2147483647, got -1"),
+    ("gated", "multiplier", ints(8), ValueError, r"multiplier must have shape \(4,\), got \(8,\)"),
+    ("gated", "offset", ints(4, dtype=torch.int64), TypeError, "offset must be int32, got int64"),
+    ("gated", "activation", "tanh", ValueError, "activation must be one of gelu, silu, relu, got 'tanh'"),
+    ("gated", "out_dtype", torch.float32, TypeError, "out_dtype must be int8, int16 or int32, got float32"),
     ("integer_mean", "x", ints(2, 3, 8), TypeError, "x must be int16, got int32"),
     ("integer_mean", "x", ints(2, 0, 8, dtype=torch.int16), ValueError, "at least one token, got shape .2, 0, 8."),
     ("integer_mean", "multiplier", ints(7), ValueError, r"multiplier must have shape \(8,\), got \(7,\)"),
@@ -111,7 +124,7 @@ def call(name: str, arguments: dict[str, Any], backend: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(("name", "argument", "value", "error", "words"), WRONG, ids=lambda x: x if isinstance(x, str) else "")
 def test_what_does_not_fit_is_refused(name: str, argument: str, value: Any, error: type[Exception], words: str) -> None:
-    arguments = ({"patch_embedding": EMBEDDING, "integer_mean": MEAN} | CALLS)[name] | {argument: value}
+    arguments = ({"patch_embedding": EMBEDDING, "integer_mean": MEAN, "gated": GATED} | CALLS)[name] | {argument: value}
     for backend in BACKENDS:
         with pytest.raises(error, match=words):
             call(name, arguments, backend)

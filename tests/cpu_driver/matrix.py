@@ -27,7 +27,7 @@ from helpers import (
     move_far,
     same_bits,
 )
-from network_cases import draw_layer_norm, draw_linear, extremes
+from network_cases import MOVING, draw_gated, draw_layer_norm, draw_linear, extremes
 from qflash.execution import attend, quantize_with_scale
 from qflash.kernels.cpu import launch
 from qflash.specification import layers as operators
@@ -303,6 +303,16 @@ def _check_layer_norm(number: int) -> None:
     assert same_bits(layer.run("cpu"), layer.run("reference"))
 
 
+def _check_gated(number: int) -> None:
+    layer = draw_gated(number)
+    assert same_bits(layer.run("cpu"), layer.run("reference"))
+
+
+def _check_moving(number: int) -> None:
+    layer = MOVING[number % len(MOVING)](number)
+    assert same_bits(layer.run("cpu"), layer.run("reference"))
+
+
 _extremes = functools.cache(extremes)
 
 
@@ -327,7 +337,9 @@ CHECKS: dict[str, tuple[Callable[[int], None], int]] = {
     "linear layers": (_check_linear, 200),
     "large linear layers": (_check_deep_linear, 15),
     "layer normalisation": (_check_layer_norm, 60),
-    "layers at the ends of their ranges": (_check_extreme_layer, 255),
+    "gated products": (_check_gated, 60),
+    "rows, means and patches": (_check_moving, 60),
+    "layers at the ends of their ranges": (_check_extreme_layer, 320),
 }
 """What is checked, and how many calls a full run makes of each."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ NEEDS = {
     "open_clip_models": "open_clip",
     "diffusers_models": "diffusers",
     "export_and_compile": "timm",
+    "integer_network": "qflash_lab",
 }
 
 
@@ -40,6 +42,9 @@ def test_example(name: str) -> None:
     assert run.returncode == 0, run.stderr[-2000:]
     if name == "export_and_compile":
         assert run.stdout.splitlines() == ["torch.compile: True", "torch.export: True (1, 10)"]
+        return
+    if name == "integer_network":
+        assert re.match(r"\d+ operators, \d+\.\d dB", run.stdout), run.stdout
         return
     heads = [line.split() for line in run.stdout.splitlines() if "attention layers in integers" in line]
     assert heads

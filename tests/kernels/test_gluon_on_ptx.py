@@ -31,8 +31,10 @@ from qflash.kernels.launch_arguments import LinearCall, Places
 from qflash.kernels.launch_recorder import record
 from qflash.kernels.tiles import SM90_RESIDENT, SM90_STREAMING, WINDOWS, LinearTiles, Tiles
 from qflash.kernels.triton import network as portable
+from qflash.kernels.triton.gated import gated_launch
 from qflash.specification import reference
 from qflash.specification.attention_call import Lengths, VarlenCall, float_call, int8_call
+from qflash.specification.layers import ACTIVATIONS, Activation
 from qflash.specification.recipe import DEFAULT, Recipe
 
 pytestmark = [
@@ -516,7 +518,7 @@ def test_what_lies_beside_a_tensor_is_not_read() -> None:
         ptx.launch(calls[0])
 
 
-@pytest.mark.parametrize("kind", ["int8", "gelu", "residual", "int32"])
+@pytest.mark.parametrize("kind", ["int8", "gelu", "silu", "relu", "residual", "int32"])
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs", "tiles"),
     [
@@ -535,10 +537,14 @@ def test_linear_layers(
     x = network_cases.integers(-128, 128, (rows, inputs), torch.int8, chance)
     layer = network_cases.linear(x, network_cases.integers(-128, 128, (outputs, inputs), torch.int8, chance), kind, chance)
     x, weight, bias, multiplier, left, *rest = layer.arguments
-    residual, dtype, gelu = (None, torch.int8, tuple(rest)) if kind == "gelu" else (rest[0], rest[2], None)
+    residual, dtype, made = None, torch.int8, None
+    if kind in ACTIVATIONS:
+        made = Activation(kind, *rest)
+    else:
+        residual, _, dtype = rest
     out = torch.empty(rows, outputs, dtype=dtype)
     residual = None if residual is None else residual.contiguous()
-    sm90.linear_launch(LinearCall(x, weight, bias, multiplier, left, residual, gelu, out)).run()
+    sm90.linear_launch(LinearCall(x, weight, bias, multiplier, left, residual, made, out)).run()
     assert same_bits(out, layer.run("reference"))
 
 
@@ -551,6 +557,17 @@ def check_norms(layers: Iterable[network_cases.Layer]) -> None:
             order = None if gather is None else gather.contiguous()
             portable.layer_norm_launch(h.contiguous(), epsilon, gain, offset, shift, out, order).run()
         assert same_bits(out.view(want.shape), want), layer
+
+
+def test_gated_products(emulated: Load) -> None:
+    emulated("network_cases")
+    for number in range(1, 13):
+        layer = network_cases.draw_gated(number)
+        x, factor, multiplier, offset, name, dtype = layer.arguments
+        out = torch.empty(x.numel() // x.shape[-1], len(multiplier), dtype=dtype)
+        if out.numel():
+            gated_launch(x.reshape(len(out), -1).contiguous(), factor, multiplier, offset, name, out).run()
+        assert same_bits(out.view(*x.shape[:-1], -1), layer.run("reference")), layer
 
 
 @pytest.mark.parametrize("draw", ["draw_layer_norm", "draw_joined_norm", "edge_norms"])

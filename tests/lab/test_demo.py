@@ -49,6 +49,21 @@ def test_report_holds_every_measure(outcome: tuple[dict[str, Any], str, Path]) -
             assert min(got["layers_sqnr_db"].values()) > 20.0
         quality = [model["recipes"][recipe]["logits_sqnr_db"] for recipe in demo.RECIPES]
         assert quality == sorted(quality)
+        runs = model["runs"]
+        assert tuple(runs) == demo.RUNS and runs["float"]["agreement_percent"] == 100.0
+        assert all(run["top1_percent"] > 85.0 and run["agreement_percent"] > 90.0 for run in runs.values())
+        assert runs["integer attention"]["logits_sqnr_db"] == pytest.approx(
+            model["recipes"]["default"]["logits_sqnr_db"], abs=0.1
+        )
+        assert runs["integer network"]["logits_sqnr_db"] > 15.0
+        assert runs["integer network"]["size_mb"] < 0.6 * runs["float"]["size_mb"]
+        if report["device"]["backend"] == "cpu":
+            assert all(run["ms_per_image"] > 0 for run in runs.values())
+        assert len(model["differ"]) == demo.MOST_DIFFERENT
+        differ = [len(set(item["says"])) > 1 for item in model["differ"]]
+        assert sum(differ) == min(model["different"], demo.MOST_DIFFERENT) and differ == sorted(differ, reverse=True)
+        moved = [max(abs(x - item["percent"][0]) for x in item["percent"]) for item in model["differ"]]
+        assert all(moved[i] >= moved[i + 1] - 1e-3 or differ[i] > differ[i + 1] for i in range(len(moved) - 1))
     assert [row["name"] for row in report["workloads"]] == [w.name for w in WORKLOADS]
     for row in report["workloads"]:
         quality = [row["recipes"][recipe]["sqnr_db"] for recipe in demo.RECIPES]
@@ -73,9 +88,20 @@ def test_images_are_shown_float_beside_integer(outcome: tuple[dict[str, Any], st
         assert item["map_sqnr_db"] == pytest.approx(sqnr(wanted, got), abs=0.01)
         assert item["map_sqnr_db"] > 25.0
     page = (folder / "report.html").read_text()
-    assert page.count("<figcaption>") == demo.SHOWN_IMAGES + len(demo.NOISES_DB)
+    differ = sum(len(model["differ"]) for model in report["models"].values())
+    assert page.count("<figcaption>") == demo.SHOWN_IMAGES + len(demo.NOISES_DB) + differ
+    assert page.count("integer network ") >= demo.SHOWN_IMAGES
     for decibels in demo.NOISES_DB:
         assert f"<b>{decibels} dB</b>" in page
+
+
+def test_images_that_differ_name_the_right_class_in_bold() -> None:
+    names = demo.CLASSES["fashion"]
+    card = demo._different_cards(
+        [{"image": [[0.0, 1.0], [1.0, 0.0]], "label": 2, "says": [2, 2, 4], "percent": [60, 55.5, 40]}]
+    )
+    assert card.count(f"<b>{names[2]}</b>") == 2 and card.count("<figure>") == 1
+    assert f"integer network: {names[4]}, {names[2]} 40.0 %" in card and f"<b>{names[2]}</b>, {names[2]} 55.5 %" in card
 
 
 def test_colours_of_plots_survive_their_own_names() -> None:

@@ -80,6 +80,37 @@ class GELU(nn.Module):
         return x * torch.sigmoid(1.702 * x)
 
 
+class Itself(timm.layers.Mlp):  # type: ignore[name-defined]
+    """The activation of a tensor times the tensor."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.fc1(x)
+        return self.fc2(x * x.relu())
+
+
+class Rolled(timm.layers.Mlp):  # type: ignore[name-defined]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.fc1(x)
+        return self.fc2(x.roll(1, dims=1) * x.relu())
+
+
+class Twice(timm.layers.Mlp):  # type: ignore[name-defined]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.fc1(x)
+        gate = torch.nn.functional.silu(x)
+        return self.fc2(x * gate) + self.fc2(gate)
+
+
+class Shifted(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(x + 1)
+
+
+class Falling(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(-x)
+
+
 class Sharper(nn.Conv2d):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x - 0.3 * x.mean((2, 3), keepdim=True))
@@ -169,7 +200,7 @@ ALTERED: dict[str, tuple[str, Callable[[Any], None], str]] = {
     "head: nested": ("vit", put("head", lambda x: nn.Sequential(nn.Sequential(nn.Dropout(0.1), x), nn.Dropout())), RIGHT),
     "head: two layers": ("vit", put("head", lambda x: nn.Sequential(nn.Linear(48, 48), x)), RIGHT),
     "head: norm, linear": ("vit", put("head", lambda x: nn.Sequential(nn.LayerNorm(48), x)), RIGHT),
-    "head: relu": ("vit", put("head", lambda x: nn.Sequential(x, nn.ReLU())), r"aten.relu in head.1"),
+    "head: relu": ("vit", put("head", lambda x: nn.Sequential(x, nn.ReLU())), r"relu (in|of) head.1"),
     "head: cosine": ("vit", put("head", lambda x: Cosine(48, 10)), r"linalg_vector_norm in head"),
     "head: wrapped": ("vit", put("head", Wrapped), RIGHT),
     "head: bias-free": ("vit", put("head", lambda x: nn.Linear(48, 7, bias=False)), RIGHT),
@@ -229,16 +260,48 @@ ALTERED: dict[str, tuple[str, Callable[[Any], None], str]] = {
     ),
     # MLP
     "mlp: another product": ("vit", become(Mlp, "blocks.0.mlp"), r"tanh in blocks.0.mlp"),
-    "mlp: another activation": ("vit", put("blocks.0.mlp.act", lambda x: GELU()), r"sigmoid in blocks.0.mlp.act"),
+    "mlp: another activation": ("vit", put("blocks.0.mlp.act", lambda x: GELU()), RIGHT),
     "mlp: tanh": ("vit", put("blocks.0.mlp.act", lambda x: nn.GELU(approximate="tanh")), RIGHT),
-    "mlp: SiLU": ("vit", put("blocks.1.mlp.act", lambda x: nn.SiLU()), r"silu in blocks.1.mlp.act"),
+    "mlp: SiLU": ("vit", put("blocks.1.mlp.act", lambda x: nn.SiLU()), RIGHT),
+    "mlp: ReLU": ("vit", put("blocks.0.mlp.act", lambda x: nn.ReLU(inplace=True)), RIGHT),
+    "mlp: another sigmoid": ("vit", put("blocks.0.mlp.act", lambda x: Shifted()), r"sigmoid in blocks.0.mlp.act"),
+    "mlp: falling": ("vit", put("blocks.0.mlp.act", lambda x: Falling()), r"sigmoid in blocks.0.mlp.act"),
+    "mlp: hard swish": ("vit", put("blocks.0.mlp.act", lambda x: nn.Hardswish()), r"hardswish in blocks.0.mlp.act"),
+    "mlp: SwiGLU": ("vit", put("blocks.1.mlp", lambda x: timm.layers.SwiGLUPacked(48, 128)), RIGHT),
+    "mlp: SwiGLU of two layers, with a norm": (
+        "vit",
+        put("blocks.0.mlp", lambda x: timm.layers.SwiGLU(48, 100, norm_layer=nn.LayerNorm)),
+        RIGHT,
+    ),
+    "mlp: GEGLU": ("vit", put("blocks.0.mlp", lambda x: timm.layers.GluMlp(48, 96, act_layer=nn.GELU)), RIGHT),
+    "mlp: QuickGELU before a product, no bias": (
+        "vit",
+        put("blocks.0.mlp", lambda x: timm.layers.GluMlp(48, 96, act_layer=GELU, bias=False, gate_last=False)),
+        RIGHT,
+    ),
+    "mlp: ReGLU of one half": ("vit", put("blocks.0.mlp", lambda x: Itself(48, 96)), RIGHT),
+    "mlp: gate and value of different tokens": (
+        "vit",
+        put("blocks.0.mlp", lambda x: Rolled(48, 96)),
+        r"product of blocks.0.mlp has no integer form",
+    ),
+    "mlp: gate used twice": ("vit", put("blocks.0.mlp", lambda x: Twice(48, 96)), r"blocks.0.mlp\S* has no integer form"),
+    "mlp: a product of two linear layers": (
+        "vit",
+        put("blocks.0.mlp", lambda x: timm.layers.GluMlp(48, 96, act_layer=nn.Identity)),
+        r"product of two computed tensors in blocks.0.mlp",
+    ),
     "mlp: narrow": (
         "vit",
         put("blocks.1.mlp", lambda x: timm.layers.Mlp(48, 96)),
         RIGHT,
     ),
     "mlp: hooked": ("vit", hook("blocks.0.mlp", lambda _, __, out: 0.5 * out), RIGHT),
-    "mlp: drop between": ("vit", put("blocks.0.mlp.drop1", lambda x: nn.ReLU()), r"relu in blocks.0.mlp.drop1"),
+    "mlp: drop between": (
+        "vit",
+        put("blocks.0.mlp.drop1", lambda x: nn.ReLU()),
+        r"gelu of blocks.0.mlp.act .* stands before something else",
+    ),
     "mlp: LoRA in fc2": ("vit", put("blocks.1.mlp.fc2", LoRALinear), RIGHT),
     "mlp: weight norm": ("vit", weight_norm("blocks.0.mlp.fc1"), RIGHT),
     # normalisation
@@ -250,7 +313,7 @@ ALTERED: dict[str, tuple[str, Callable[[Any], None], str]] = {
     "norm_pre: a linear": ("vit", put("norm_pre", lambda x: nn.Linear(48, 48)), r"linear of norm_pre has no integer form"),
     "layer scale: another": ("vit", put("blocks.0.ls1", lambda x: nn.Linear(48, 48)), RIGHT),
     "layer scale: timm's": ("vit", put("blocks.0.ls2", lambda x: timm.models.vision_transformer.LayerScale(48, 0.3)), RIGHT),
-    "drop path: a scale": ("vit", put("blocks.0.drop_path1", lambda x: nn.ReLU()), r"relu in blocks.0.drop_path1"),
+    "drop path: a scale": ("vit", put("blocks.0.drop_path1", lambda x: nn.ReLU()), r"relu of blocks.0.drop_path1"),
     # embedding
     "stem: another stride": (
         "vit",
@@ -270,7 +333,7 @@ ALTERED: dict[str, tuple[str, Callable[[Any], None], str]] = {
     "stem: Sequential": (
         "vit",
         put("patch_embed.proj", lambda x: nn.Sequential(nn.Conv2d(3, 24, 2, 2), nn.ReLU(), nn.Conv2d(24, 48, 4, 4))),
-        r"relu in patch_embed.proj.1",
+        r"relu of patch_embed.proj.1",
     ),
     "stem: a container": ("vit", put("patch_embed.proj", lambda x: nn.Sequential(x)), RIGHT),
     "stem: subclass": ("vit", become(Sharper, "patch_embed.proj"), r"difference in patch_embed.proj"),

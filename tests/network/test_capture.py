@@ -176,7 +176,7 @@ def test_outputs_are_chosen_by_name() -> None:
         _ = network.output_scale
     one = qflash.quantize_model(model, [images(16)], outputs=["classes"], progress=False, **STATISTICS)
     assert list(one.outputs) == ["classes"] and one(images(2)).shape == (2, 6)
-    with pytest.raises(ValueError, match="outputs must be of 'tokens', 'classes', got 'logits'"):
+    with pytest.raises(ValueError, match="outputs must be of 'tokens', 'classes', or a submodule's name, got 'logits'"):
         qflash.quantize_model(model, [images(16)], outputs=["logits"], progress=False, **STATISTICS)
 
 

@@ -14,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import qflash
 from qflash.network import conversion, execution, storage
 from qflash.network.modules import LayerNorm, Linear, LinearGelu, Mean
+from qflash.network.operators import gated
 from qflash.network.storage import load_model, save_model
+from qflash.specification import layers as op
 from qflash.specification import reference
 from qflash_lab.bench.metrics import sqnr
 from small_networks import KINDS, build, draw, in_ours, normalise, rewrite
@@ -70,7 +72,9 @@ def integer_product(a: torch.Tensor, b: torch.Tensor, most: int, out: torch.dtyp
     return torch.matmul(a.to(torch.int64), b.to(torch.int64)).to(out)
 
 
-@pytest.mark.parametrize("kind", ["class token", "long rows", "norm then mean", "query and key norms", "swin"])
+@pytest.mark.parametrize(
+    "kind", ["class token", "long rows", "norm then mean", "query and key norms", "SiLU", "SwiGLU", "swin"]
+)
 def test_reference_computes_no_float(made: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, network = made(kind)
     images = draw(model, 2, seed=7)
@@ -78,8 +82,16 @@ def test_reference_computes_no_float(made: Any, kind: str, monkeypatch: pytest.M
     network.backend = "reference"
     want = network(images)
     # what runs inside of an operator, without the operator, which would hide it
-    for name in ("int8_linear", "int8_linear_gelu", "integer_layer_norm", "integer_mean", "patch_embedding"):
+    for name in (
+        "int8_linear",
+        "int8_linear_gelu",
+        "int8_linear_silu",
+        "integer_layer_norm",
+        "integer_mean",
+        "patch_embedding",
+    ):
         monkeypatch.setattr(torch.ops.qflash, name, getattr(execution, name))
+    monkeypatch.setattr(torch.ops.qflash, "gated", gated.gated)
     monkeypatch.setattr(torch.ops.qflash, "int8_attention", qflash.execution.int8_attention)
     # the reference forms integer products with float GEMMs that cannot round; here with integers
     monkeypatch.setattr(reference, "_exact_matmul", integer_product)
@@ -327,8 +339,9 @@ def put(path: str, part: Any) -> Any:
         ("vit", put("blocks.0.norm1", timm.layers.RmsNorm(48)), r"rms_norm in blocks\.0\.norm1"),
         ("vit", put("blocks.0.attn.norm", torch.nn.LayerNorm(48)), r"blocks\.0\.attn\S* has no integer form"),
         ("vit", put("blocks.0.mlp", torch.nn.Identity()), r"blocks\.0\S* has no integer form"),
-        ("vit", put("blocks.0.mlp", timm.layers.GluMlp(48, 96)), r"in blocks\.0\.mlp"),
-        ("vit", put("blocks.0.mlp.act", timm.layers.activations.QuickGELU()), r"in blocks\.0\.mlp\.act"),
+        ("vit", put("blocks.0.mlp", timm.layers.GluMlp(48, 96)), r"aten\.sigmoid in blocks\.0\.mlp\.act"),
+        ("vit", put("blocks.0.mlp.act", torch.nn.Sigmoid()), r"aten\.sigmoid in blocks\.0\.mlp\.act"),
+        ("vit", put("blocks.0.mlp.act", torch.nn.Tanh()), r"tanh in blocks\.0\.mlp\.act"),
         (
             "swin",
             put("head.global_pool", timm.layers.SelectAdaptivePool2d(pool_type="max", flatten=True, input_fmt="NHWC")),
@@ -342,11 +355,20 @@ def test_parts_without_an_integer_form_are_named(family: str, change: Any, messa
     refused(ValueError, message, model.eval(), [draw(model, 16)])
 
 
-def test_activations_beyond_gelus_range_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (torch.nn.GELU, r"an activation of GELU is .*; integer networks take up to 105"),
+        (torch.nn.SiLU, r"an activation of SiLU is .*; integer networks take up to 256"),
+        (timm.layers.activations.QuickGELU, r"an activation of SiLU is .*; integer networks take up to 150"),
+    ],
+)
+def test_activations_beyond_their_range_are_refused(act: Any, message: str) -> None:
     model = build("vit")
+    model.blocks[0].mlp.act = act()
     with torch.no_grad():
         model.blocks[0].mlp.fc1.weight.mul_(1e4)
-    refused(ValueError, r"an activation of GELU is .*; integer networks take up to 105", model, [draw(model, 2)])
+    refused(ValueError, message, model, [draw(model, 2)])
 
 
 def test_units_that_sums_cannot_be_brought_to_are_refused() -> None:
@@ -356,8 +378,8 @@ def test_units_that_sums_cannot_be_brought_to_are_refused() -> None:
             Linear(4, 4, "int8"), torch.eye(4, dtype=torch.float64), None, conversion.Grid(one, 0 * one), 0 * one, 1e-9
         )
     wide = conversion.Range(-1000 * one, 1e-5 - 1000 * one, -1000 * one)
-    with pytest.raises(ValueError, match="GELU's zero point is too large for its unit"):
-        conversion.gelu_steps(LinearGelu(4, 4), wide, torch.eye(4, dtype=torch.float64))
+    with pytest.raises(ValueError, match="the zero point of GELU is too large for its unit"):
+        conversion.activation_steps(LinearGelu(4, 4), op.GELU_UNIT, wide, torch.eye(4, dtype=torch.float64))
     with pytest.raises(ValueError, match="gain is too large for its unit"):
         conversion.finish_norm(LayerNorm(4, "int8"), torch.nn.LayerNorm(4), 1.0, 2.0**-30)
     with pytest.raises(ValueError, match="the mean of 4 tokens has no room in 32 bits"):

@@ -16,7 +16,18 @@ import torch
 import qflash
 from network_cases import EXPORTED_RECIPES, attention_module
 from qflash.network.graph import IntegerNetwork, Node
-from qflash.network.modules import Attention, LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding, WideLinear
+from qflash.network.modules import (
+    Attention,
+    LayerNorm,
+    Linear,
+    LinearActivation,
+    LinearGelu,
+    LinearRelu,
+    LinearSilu,
+    Mean,
+    PatchEmbedding,
+    WideLinear,
+)
 from qflash.network.onnx_check import check_onnx
 from qflash.specification import layers as op
 from qflash.specification.reference import ARITHMETIC_VERSION
@@ -176,15 +187,18 @@ def test_a_linear_layer_of_int16(left: int, bits: int, most: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [18, 22, 31])
-@pytest.mark.parametrize("gelu_shift", [0, 12, 30])
-def test_a_linear_layer_with_gelu(bits: int, gelu_shift: int) -> None:
+@pytest.mark.parametrize("shift", [0, 12, 30])
+@pytest.mark.parametrize("kind", [LinearGelu, LinearSilu, LinearRelu])
+def test_a_linear_layer_with_an_activation(bits: int, shift: int, kind: type[LinearActivation]) -> None:
     torch.manual_seed(bits)
-    module = LinearGelu(32, 16)
+    module = kind(32, 16)
     fill(module, (1 << bits) - 1)
-    module.left, module.gelu_shift = 8, gelu_shift
-    module.gelu_multiplier.copy_(torch.randint(0, op.MAX_GELU_MULTIPLIER + 1, (16,)))
-    module.gelu_offset.copy_(torch.randint(1 - (1 << 30), 1 << 30, (16,)))
-    module.gelu_multiplier[:2], module.gelu_offset[:2] = op.MAX_GELU_MULTIPLIER, (1 << 30) - 1
+    module.left = 8
+    setattr(module, f"{module.activation}_shift", shift)
+    _, multiplier, offset, _ = module.activated
+    multiplier.copy_(torch.randint(0, op.MAX_ACTIVATION_MULTIPLIER + 1, (16,)))
+    offset.copy_(torch.randint(1 - (1 << 30), 1 << 30, (16,)))
+    multiplier[:2], offset[:2] = op.MAX_ACTIVATION_MULTIPLIER, (1 << 30) - 1
     x = torch.randint(-128, 128, (64, 32), dtype=torch.int8)
     got = run(lambda graph, value: onnx_operators.linear(graph, module, value), unsigned(x))
     assert torch.equal(got, unsigned(module(x, backend="reference")))
@@ -267,7 +281,7 @@ def exported(
     """A float model, its integer network on the reference, and the file."""
     model, network = made(request.param)
     path = tmp_path_factory.mktemp("onnx") / "network.onnx"
-    network.export_onnx(path)
+    network.export_onnx(path, inline=True)  # tests/network/test_onnx_functions.py has the other form
     network = copy.deepcopy(network)
     network.backend = "reference"
     return model, network, path
@@ -519,8 +533,10 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: p
         small_network().export_onnx(tmp_path / "network.onnx")
 
 
-def test_the_tail_of_gelu_is_a_table_of_the_specification() -> None:
+@pytest.mark.parametrize("name", ["gelu", "silu"])
+def test_the_tail_of_an_activation_is_a_table_of_the_specification(name: str) -> None:
+    function = op.ACTIVATIONS[name][0]
     x = torch.arange(-140_000, 140_000)
-    table = -op.gelu(-torch.arange(op.GELU_END + 1))
+    table = -function(-torch.arange(op.TAIL_END + 1))
     assert int(table[-1]) == 0
-    assert torch.equal(x.clamp(0, op.GELU_LIMIT) - table[x.abs().clamp(max=op.GELU_END)], op.gelu(x))
+    assert torch.equal(x.clamp(0, op.ACTIVATION_LIMIT) - table[x.abs().clamp(max=op.TAIL_END)], function(x))

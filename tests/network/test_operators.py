@@ -17,16 +17,45 @@ CHECK = Checker(True)
 
 
 def test_gelu_stays_close_up_to_its_limit() -> None:
-    x = torch.arange(-(1 << 15), op.GELU_LIMIT + 1)
+    x = torch.arange(-(1 << 15), op.ACTIVATION_LIMIT + 1)
     got = op.gelu(x, CHECK).double() * op.GELU_UNIT
     want = torch.nn.functional.gelu(x.double() * op.GELU_UNIT)
     assert float((got - want).abs().max()) < 0.0023
     # a number is rounded to a unit before, and GELU's slope is at most 1.13
-    assert torch.equal(op.gelu(torch.tensor([1 - (1 << 30), (1 << 30) - 1]), CHECK), torch.tensor([0, op.GELU_LIMIT]))
+    assert torch.equal(op.gelu(torch.tensor([1 - (1 << 30), (1 << 30) - 1]), CHECK), torch.tensor([0, op.ACTIVATION_LIMIT]))
+
+
+@pytest.mark.parametrize(("slope", "name"), [(1.0, "SiLU"), (1.702, "QuickGELU")])
+def test_silu_stays_close_up_to_its_limit(slope: float, name: str) -> None:
+    x, unit = torch.arange(-(1 << 15), op.ACTIVATION_LIMIT + 1), op.SILU_UNIT / slope
+    got, values = op.silu(x, CHECK).double() * unit, x.double() * unit
+    assert float((got - values * torch.sigmoid(slope * values)).abs().max()) < 0.0039 / slope, name
+    # a number is rounded to a unit before, and SiLU's slope is at most 1.1
+    assert torch.equal(op.silu(torch.tensor([1 - (1 << 30), (1 << 30) - 1]), CHECK), torch.tensor([0, op.ACTIVATION_LIMIT]))
+
+
+def test_relu_is_exact_up_to_its_limit() -> None:
+    ends = torch.tensor([1 - (1 << 30), -1, 0, 1, op.ACTIVATION_LIMIT, op.ACTIVATION_LIMIT + 1, (1 << 30) - 1])
+    want = torch.tensor([0, 0, 0, 1, op.ACTIVATION_LIMIT, op.ACTIVATION_LIMIT, op.ACTIVATION_LIMIT])
+    assert torch.equal(op.relu(ends, CHECK), want)
+
+
+def test_the_constants_of_silu_are_the_best_near_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.arange(op.TAIL_END + 1)
+    want = torch.nn.functional.silu(-x.double() * op.SILU_UNIT)
+
+    def worst(constants: tuple[int, ...]) -> float:
+        monkeypatch.setattr(op, "SILU_CONSTANTS", constants)
+        return float((op.silu(-x).double() * op.SILU_UNIT - want).abs().max())
+
+    g, c, e, f = op.SILU_CONSTANTS
+    best = worst((g, c, e, f))
+    for other in ((g - 100, c, e, f), (g + 100, c, e, f), (g, c, e - 200, f), (g, c, e + 200, f), (g, c + 1, e, f)):
+        assert worst(other) > best
 
 
 def test_the_constants_of_gelu_are_the_best_near_them() -> None:
-    x = torch.arange(op.GELU_END + 1)
+    x = torch.arange(op.TAIL_END + 1)
     want = torch.nn.functional.gelu(-x.double() * op.GELU_UNIT)
 
     def worst(constants: tuple[int, ...]) -> float:
@@ -130,12 +159,13 @@ def test_pixels_lose_their_top_bit() -> None:
     assert torch.equal(op.pixels_to_int8(images).long(), images.long() - 128)
 
 
-def test_gelu_in_int8_rounds_and_saturates() -> None:
+@pytest.mark.parametrize("name", op.ACTIVATIONS)
+def test_an_activation_in_int8_rounds_and_saturates(name: str) -> None:
     x = torch.arange(-140_000, 140_000, 7)[:, None].expand(-1, 2)
     multiplier, shift = torch.tensor([37, 8192], dtype=torch.int32), 12
     offset = torch.tensor([(1 << 11) - (100 << 12), (1 << 11) + (3 << 12)], dtype=torch.int32)
-    got = op.gelu_int8(x, multiplier, offset, shift, CHECK)
-    values = op.gelu(x).double() * multiplier.double() / 2**shift
+    got = op.activate(x, op.Activation(name, multiplier, offset, shift), CHECK)
+    values = op.ACTIVATIONS[name][0](x).double() * multiplier.double() / 2**shift
     want = (values + torch.tensor([-100.0, 3.0], dtype=torch.float64)).clamp(-128, 127)
     assert float((got.double() - want).abs().max()) <= 0.5
     assert math.isclose(float(got.double().max()), 127)

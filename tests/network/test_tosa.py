@@ -15,7 +15,9 @@ import torch
 import network_cases
 import qflash
 from network_cases import EXPORTED_RECIPES, Layer, attention_module
-from qflash.network.modules import DTYPES, LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding, WideLinear
+from qflash.network.activations import NAMES
+from qflash.network.modules import DTYPES, LayerNorm, Linear, Mean, PatchEmbedding, WideLinear
+from qflash.network.operators import WITH_ACTIVATION
 from small_networks import KINDS, draw
 
 FINEST = 4e-6
@@ -52,7 +54,7 @@ PROFILE: dict[str, set[tuple[str, ...]]] = {
     "SELECT": {(BOOL, I32, I32, I32)},
     "SLICE": {(I8, I8), (I32, I32)},
     "SUB": {(I32, I32, I32)},
-    "TRANSPOSE": {(I8, I8)},
+    "TRANSPOSE": {(I8, I8), (I32, I32)},
 }
 """Operators of TOSA 1.0 and the types, of inputs and output, that its integer profile has without an extension."""
 
@@ -92,22 +94,23 @@ def fill(module: Any, **values: torch.Tensor) -> Any:
 def module_of(layer: Layer) -> tuple[Any, list[torch.Tensor]]:
     """Return the module of a layer with its numbers, and what it takes."""
     arguments = layer.arguments
-    if layer.name in ("int8_linear", "int8_linear_gelu"):
+    if layer.name.startswith("int8_linear"):
         x, weight, bias, multiplier, left, *rest = arguments
-        gelu = layer.name == "int8_linear_gelu"
-        name = next(key for key, dtype in DTYPES.items() if gelu or dtype == rest[2])
+        activation = layer.name.removeprefix("int8_linear").strip("_")
+        name = next(key for key, dtype in DTYPES.items() if activation or dtype == rest[2])
         outputs, inputs = weight.shape
-        scatter = None if gelu else rest[1]
+        scatter = None if activation else rest[1]
         if x.dtype == torch.int16:
             module: Linear = WideLinear(inputs, outputs)
             module.dtype = DTYPES[name]
-        elif gelu:
-            module = LinearGelu(inputs, outputs)
+        elif activation:
+            module = WITH_ACTIVATION[activation](inputs, outputs)
         else:
             module = Linear(inputs, outputs, name, 0 if scatter is None else len(scatter))
         fill(module, weight=weight, bias=bias, multiplier=multiplier).left = left
-        if gelu:
-            fill(module, gelu_multiplier=rest[0], gelu_offset=rest[1]).gelu_shift = rest[2]
+        if activation:
+            fill(module, **{f"{activation}_multiplier": rest[0], f"{activation}_offset": rest[1]})
+            setattr(module, f"{activation}_shift", rest[2])
             return module, [x]
         if scatter is not None:
             fill(module, scatter=scatter)
@@ -326,9 +329,11 @@ def test_the_document_has_the_counts() -> None:
         return graph.input("x", dtype, (1, 1, tokens, channels))
 
     found: dict[str, int] = {}
-    gelu = LinearGelu(8, 8)
-    gelu.gelu_shift = 12
-    for name, module in (("linear", Linear(8, 8, "int8")), ("linear, GELU", gelu)):
+    layers: dict[str, Linear] = {"linear": Linear(8, 8, "int8")}
+    for name, kind in WITH_ACTIVATION.items():
+        layers[f"linear, {NAMES[name]}"] = kind(8, 8)
+        setattr(layers[f"linear, {NAMES[name]}"], f"{name}_shift", 12)
+    for name, module in layers.items():
         found[name] = count(lambda graph, m=module: tosa_operators.linear(graph, m, row(graph, np.int8, 65, 8)))
     residual = np.ones((1, 1, 65, 8))
     module = Linear(8, 8, "int16")

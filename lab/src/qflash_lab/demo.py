@@ -1,4 +1,5 @@
-"""The demonstration behind ``qflash-lab demo``: accuracy of trained models, SQNR on the paper's workloads, a report.
+"""The demonstration behind ``qflash-lab demo``: trained models in floating point, with integer attention, and as integer
+networks; SQNR on the paper's workloads; a report.
 
 Everything is measured in the call; nothing is downloaded. All back ends compute the same integers, so the accuracy holds for
 each of them; times are those of the device and back end that ran.
@@ -6,6 +7,7 @@ each of them; times are those of the device and back end that ran.
 
 from __future__ import annotations
 
+import copy
 import html
 import json
 import math
@@ -34,7 +36,16 @@ from .bench.capture import capture_small
 from .bench.figures import colour_of
 from .bench.metrics import mse, sqnr
 from .bench.workloads import WORKLOADS, Workload, paper_inputs
-from .evaluation.small_models import CLASSES, MODELS, load_images, load_model, predict_logits
+from .evaluation.integer_rows import WHOLE_NETWORKS
+from .evaluation.small_models import (
+    CALIBRATION,
+    CLASSES,
+    MODELS,
+    SmallClassifier,
+    load_images,
+    load_model,
+    predict_logits,
+)
 
 NETWORKS = ("fashion-vit", "fashion-swin")
 """The models that run."""
@@ -47,6 +58,12 @@ PAPER_SQNR_DB = {"A2": 32.50, "A7": 31.02}
 
 SHOWN_IMAGES = 12
 """Test images that the page shows."""
+
+RUNS = ("float", "integer attention", "integer network")
+"""How a model runs: with float attention, with QFlash's in a float model, and as a whole in integers."""
+
+MOST_DIFFERENT = 6
+"""Images that the page shows of each model: those that the three name differently, and those whose probabilities move most."""
 
 NOISES_DB = (5, 15, 25, 35, 45)
 """What the page shows as pictures."""
@@ -102,7 +119,7 @@ def _capture(model: nn.Module, images: torch.Tensor) -> dict[str, tuple[tuple[An
 
 
 def _measure_model(name: str, images: torch.Tensor, labels: torch.Tensor, tick: Callable[[str], None]) -> dict[str, Any]:
-    """Compare float and integer attention in one model; images (count, 1, 28, 28), labels (count,)."""
+    """Compare float, integer attention and the integer network of one model; images (count, 1, 28, 28), labels (count,)."""
     model = load_model(name).to(images.device)
     exact = predict_logits(model, images, _BATCH)
     captured = _capture(model, images[:_LAYER_IMAGES])
@@ -132,7 +149,65 @@ def _measure_model(name: str, images: torch.Tensor, labels: torch.Tensor, tick: 
             "layers_sqnr_db": layers,
         }
         tick(f"{name}: {recipe}")
+    result |= _measure_whole(model, images, labels, exact)
+    tick(f"{name}: integers")
     return result
+
+
+def _measure_whole(model: SmallClassifier, images: torch.Tensor, labels: torch.Tensor, exact: torch.Tensor) -> dict[str, Any]:
+    """Compare the float model, the one with integer attention and the integer network: :data:`RUNS`.
+
+    Args:
+        model: float.
+        images: (count, 1, 28, 28).
+        labels: (count,).
+        exact: logits of the float model.
+
+    Returns:
+        ``"runs"``: figures of each; ``"differ"``: images that they name differently or less surely, with the class
+        that each names and how probable the float model's class is to it; ``"different"``: how many they name differently.
+    """
+    attention_model = copy.deepcopy(model)
+    patch(attention_model)
+    integers = WHOLE_NETWORKS[0].build(model)
+    logits = {
+        "float": exact, "integer attention": predict_logits(attention_model, images, _BATCH),
+        "integer network": predict_logits(integers, images, _BATCH),
+    }  # fmt: skip
+    few = images[:_TIMING_BATCH]
+    times: dict[str, float] = {}
+    if resolve_backend("auto", images.device) != "reference":
+        prepared, pixels = model.prepare(few), model.pixels(few)
+        calls: dict[str, Callable[[], object]] = {
+            "float": lambda: model.backbone(prepared), "integer attention": lambda: attention_model.backbone(prepared),
+            "integer network": lambda: integers.network(pixels),
+        }  # fmt: skip
+        times = runner.medians(calls, images.device, _ROUNDS)
+    floats = sum(4 * x.numel() for x in model.parameters())
+    stored = sum(x.numel() * x.element_size() for x in integers.network.buffers())
+    choices = {run: found.argmax(1) for run, found in logits.items()}
+    runs = {}
+    for run, choice in choices.items():
+        right = int((choice == labels).sum())
+        runs[run] = {
+            "right": right, "top1_percent": 100.0 * right / len(labels),
+            "agreement_percent": 100.0 * int((choice == choices["float"]).sum()) / len(labels),
+            "logits_sqnr_db": None if run == "float" else sqnr(exact, logits[run]),
+            "ms_per_image": times[run] / 1000 / len(few) if times else None,
+            "size_mb": (stored if run == "integer network" else floats) / 1e6,
+        }  # fmt: skip
+    stacked = torch.stack(list(choices.values()))
+    chances = torch.stack([found.softmax(1).gather(1, choices["float"][:, None])[:, 0] for found in logits.values()])
+    different = (stacked != stacked[:1]).any(0)
+    order = (different + (chances - chances[:1]).abs().amax(0)).argsort(descending=True)
+    differ = [
+        {
+            "image": images[place, 0].tolist(), "label": int(labels[place]), "says": stacked[:, place].tolist(),
+            "percent": (100 * chances[:, place]).tolist(),
+        }
+        for place in order[:MOST_DIFFERENT].tolist()
+    ]  # fmt: skip
+    return {"runs": runs, "differ": differ, "different": int(different.sum())}
 
 
 def _float_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -180,6 +255,7 @@ def _show_images(images: torch.Tensor, labels: torch.Tensor, device: torch.devic
     model = load_model(NETWORKS[0])
     exact = predict_logits(model, few, _BATCH).argmax(1)
     model = model.to(device)
+    whole = predict_logits(WHOLE_NETWORKS[0].build(model), few.to(device), _BATCH).argmax(1).cpu()
     patch(model)
     integer = predict_logits(model, few.to(device), _BATCH).argmax(1).cpu()
     last = capture_small(NETWORKS[0], few)[-1]
@@ -194,7 +270,8 @@ def _show_images(images: torch.Tensor, labels: torch.Tensor, device: torch.devic
         shown.append(
             {
                 "label": int(labels[index]), "float": int(exact[index]), "integer": int(integer[index]),
-                "image": image[0].tolist(), "float_map": maps[0].tolist(), "integer_map": maps[1].tolist(),
+                "network": int(whole[index]), "image": image[0].tolist(),
+                "float_map": maps[0].tolist(), "integer_map": maps[1].tolist(),
                 "map_sqnr_db": sqnr(*maps),
             }
         )  # fmt: skip
@@ -231,8 +308,11 @@ def _number(x: float | None, digits: int = 2) -> str:
 
 def _sections(report: dict[str, Any]) -> list[tuple[str, str, list[str], list[list[str]]]]:
     """Lay the report out as tables: (title, note, header, rows), shared by the terminal and the HTML."""
-    models, layers = [], []
+    models, layers, runs = [], [], []
     for name, model in report["models"].items():
+        for run, got in model["runs"].items():
+            numbers = [f"{got['top1_percent']:.2f}", f"{got['agreement_percent']:.2f}", _number(got["logits_sqnr_db"])]
+            runs.append([name, run, *numbers, _number(got["ms_per_image"]), f"{got['size_mb']:.2f}"])
         models.append([name, "float", f"{model['float']['top1_percent']:.2f}", "", ""])
         for recipe, got in model["recipes"].items():
             numbers = [f"{got['top1_percent']:.2f}", f"{got['agreement_percent']:.2f}", _number(got["logits_sqnr_db"])]
@@ -253,7 +333,17 @@ def _sections(report: dict[str, Any]) -> list[tuple[str, str, list[str], list[li
     images = report["images"]
     sections = [
         (
-            "Fashion-MNIST: test images",
+            "Float, integer attention, integer network",
+            f"The whole model in floating point; with attention of QFlash in a float model; and as a network of "
+            f"qflash.quantize_model, where all between uint8 pixels and int32 logits is integers, calibrated on {CALIBRATION} "
+            f"training images. Its size holds tables of Swin's bias and mask. Time of an image in batches of {_TIMING_BATCH}, "
+            f"median of {_ROUNDS} rounds in turns"
+            + ("." if report["device"]["type"] == "cuda" else f", {torch.get_num_threads()} threads; other work here shows."),
+            ["model", "runs as", "top-1 %", "same as float %", "logits SQNR dB", "ms an image", "size, MB"],
+            runs,
+        ),
+        (
+            "Fashion-MNIST: attention by recipe",
             f"Top-1 is how often a model names the right class, the next column how often integer attention gives the same "
             f"answer as float attention. The logits' SQNR is how far its outputs move: 20 dB is a tenth of their size, 40 dB a "
             f"hundredth. The first {images} of the {report['shipped']} test images that come with qflash, in batches of "
@@ -348,10 +438,25 @@ def _cards(shown: Sequence[dict[str, Any]]) -> str:
         label, in_float, in_integers = (CLASSES["fashion"][item[key]] for key in ("label", "float", "integer"))
         pictures = _picture(item["image"], label)
         pictures += _picture(item["float_map"], "attention in floating point") + _picture(item["integer_map"], "in integers")
-        said = f"<b>{label}</b>: float says {in_float}, integer {in_integers}; maps "
+        whole = CLASSES["fashion"][item["network"]]
+        said = f"<b>{label}</b>: float says {in_float}, integer attention {in_integers}, integer network {whole}; maps "
         said += f"{_number(item['map_sqnr_db'], 1)} dB"
         cards.append(f'<figure><div class="maps">{pictures}</div><figcaption>{said}</figcaption></figure>')
     return f'<div class="cards" style="--card: 14rem">{"".join(cards)}</div>'
+
+
+def _different_cards(differ: Sequence[dict[str, Any]]) -> str:
+    """Return images with what each of the three says; a right name is bold."""
+    cards, names = [], CLASSES["fashion"]
+    for item in differ:
+        label, first = names[item["label"]], names[item["says"][0]]
+        said = [
+            f"{run}: {f'<b>{label}</b>' if place == item['label'] else names[place]}, {first} {chance:.1f} %"
+            for run, place, chance in zip(RUNS, item["says"], item["percent"], strict=True)
+        ]
+        caption = f"{label}<br>{'<br>'.join(said)}"
+        cards.append(f"<figure>{_picture(item['image'], label)}<figcaption>{caption}</figcaption></figure>")
+    return f'<div class="cards">{"".join(cards)}</div>'
 
 
 def _noise_cards(image: Sequence[Sequence[float]]) -> str:
@@ -371,11 +476,15 @@ def _noise_cards(image: Sequence[Sequence[float]]) -> str:
 def _html(report: dict[str, Any]) -> str:
     """Render the report as one HTML page that loads nothing."""
     versions = f"qflash {report['qflash']}, PyTorch {report['torch']}, {report['seconds']:.0f} s."
+    first, *others = _sections(report)
     parts = [
-        "<p>Two small classifiers of clothes (Fashion-MNIST, Copyright 2017 Zalando SE, MIT licence), run with attention in "
-        "floating point and with QFlash, whose matrix products and softmax are integers.</p>",
+        "<p>Two small classifiers of clothes (Fashion-MNIST, Copyright 2017 Zalando SE, MIT licence), run in floating point; "
+        "with QFlash's attention, whose matrix products and softmax are integers; and as networks that are integers from "
+        "pixels to logits.</p>",
         f"<p>{html.escape(_where(report['device']))}</p>",
         f'<p class="note">{html.escape(versions)}</p>',
+        page.heading(*first[:2]),
+        page.table(*first[2:]),
         page.heading(
             "A dozen images",
             "Each image with the class token's attention in the ViT's last block (stronger: looked at more; mean of heads), "
@@ -389,7 +498,12 @@ def _html(report: dict[str, Any]) -> str:
         ),
         _noise_cards(report["shown"][0]["image"]),
     ]
-    for title, note, header, rows in _sections(report):
+    for name, model in report["models"].items():
+        said = f"{model['different']} of {report['images']} test images are named differently by one of the three. These "
+        said += f"{len(model['differ'])} differ most. Each says a class, bold if right, and how probable the float model's is."
+        parts.append(page.heading(f"{name}: where they differ", said))
+        parts.append(_different_cards(model["differ"]))
+    for title, note, header, rows in others:
         parts.append(page.heading(title, note))
         if title.startswith("Table 1 workloads: SQNR"):
             parts.append(page.plot(lambda: _plot(report["workloads"])))
@@ -446,7 +560,7 @@ def run_demo(
     }
     columns = (TextColumn("{task.description:18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("models", total=len(NETWORKS) * (1 + len(RECIPES)) + len(WORKLOADS))
+        task = progress.add_task("models", total=len(NETWORKS) * (2 + len(RECIPES)) + len(WORKLOADS))
 
         def tick(done: str) -> None:
             progress.update(task, advance=1, description=done)

@@ -10,7 +10,7 @@ import torch
 from ..plan_cache import CPU, Tensors
 from ..reference_backend import KernelBackend, Prepare
 from ..specification.attention_call import AttentionCall, VarlenCall
-from ..specification.layers import Gelu, LinearIntegers
+from ..specification.layers import Activation, LinearIntegers
 from ..specification.memory_format import as_four
 from ..unseen_tokens import first_keys, leaves_out_keys, once, searches
 from . import dispatch, layers
@@ -68,11 +68,12 @@ class GpuBackend(KernelBackend):
         layer: LinearIntegers,
         out_dtype: torch.dtype,
         residual: torch.Tensor | None = None,
-        gelu: Gelu | None = None,
+        activation: Activation | None = None,
         scatter: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return layers.launch_linear(x, layer, out_dtype, residual, gelu, scatter)
+        return layers.launch_linear(x, layer, out_dtype, residual, activation, scatter)
 
     layer_norm = staticmethod(layers.launch_layer_norm)
     mean = staticmethod(layers.launch_mean)
     embed = staticmethod(layers.launch_embedding)
+    gated = staticmethod(layers.launch_gated)

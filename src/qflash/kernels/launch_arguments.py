@@ -13,6 +13,7 @@ import triton
 
 from ..specification import fixed_point as fp
 from ..specification.attention_call import AttentionCall
+from ..specification.layers import Activation
 from ..specification.memory_format import empty_output
 from .device import capability_of, processors_of
 from .heuristics import Work, dependent_launch
@@ -332,7 +333,7 @@ class LinearCall:
     Attributes:
         x: int8 or int16 (rows, inputs), contiguous, as are all others.
         residual: int16 (rows, outputs), or None.
-        gelu: M, B and shift of :func:`qflash.specification.layers.gelu_int8`, for int8 outputs; or None.
+        activation: behind the change of unit, for int8 outputs; or None.
         out: (rows, outputs).
         places: where residual and output have the rows; None: in the order of x.
     """
@@ -343,21 +344,21 @@ class LinearCall:
     multiplier: torch.Tensor
     left: int
     residual: torch.Tensor | None
-    gelu: tuple[torch.Tensor, torch.Tensor, int] | None
+    activation: Activation | None
     out: torch.Tensor
     places: Places | None = None
 
     def epilogue(self) -> dict[str, Any]:
         """Return a kernel's arguments behind the products, by name."""
-        multiplier, offset, shift = (self.bias, self.bias, 0) if self.gelu is None else self.gelu
+        made = self.activation or Activation("", self.bias, self.bias, 0)
         places = self.places or Places(None, 1, 1, 0, 1)
         return {
             "bias_ptr": self.bias,
             "multiplier_ptr": self.multiplier,
             # a pointer that is not read; any tensor will do
             "residual_ptr": self.out if self.residual is None else self.residual,
-            "gelu_multiplier_ptr": multiplier,
-            "gelu_offset_ptr": offset,
+            "activation_multiplier_ptr": made.multiplier,
+            "activation_offset_ptr": made.offset,
             "o_ptr": self.out,
             "rows": self.x.shape[0],
             "outputs": self.weight.shape[0],
@@ -368,9 +369,9 @@ class LinearCall:
             "first": places.first,
             "residual_tokens": places.residual_tokens,
             "left": self.left,
-            "gelu_shift": shift,
+            "activation_shift": made.shift,
             "RESIDUAL": self.residual is not None,
-            "GELU": self.gelu is not None,
+            "ACTIVATION": made.name,
             "PLACES": "" if self.places is None else "images" if places.table is None else "table",
         }
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from ..specification.layers import Gelu, LinearIntegers
+from ..specification.layers import Activation, LinearIntegers
 from .gluon.sm90 import launch as sm90
 from .launch_arguments import LinearCall, Places
 from .triton import network as portable
+from .triton.gated import gated_launch
 
 
 def launch_linear(
@@ -18,7 +19,7 @@ def launch_linear(
     layer: LinearIntegers,
     out_dtype: torch.dtype,
     residual: torch.Tensor | None,
-    gelu: Gelu | None,
+    activation: Activation | None,
     scatter: torch.Tensor | None,
 ) -> torch.Tensor:
     """Run a linear layer and what is fused with it: :meth:`qflash.reference_backend.Backend.linear`."""
@@ -28,7 +29,7 @@ def launch_linear(
     if scatter is not None:
         tokens = x.shape[1]
         places = Places(scatter.contiguous(), tokens, tokens, 0, tokens)
-    _run_linear(LinearCall(x, *layer, residual, gelu, out, places))
+    _run_linear(LinearCall(x, *layer, residual, activation, out, places))
     return out
 
 
@@ -37,6 +38,9 @@ def _run_linear(call: LinearCall) -> None:
     outputs, inputs = call.weight.shape
     if call.x.numel() == 0 or outputs == 0:
         return
+    made = call.activation
+    if made is not None:
+        made = made._replace(multiplier=made.multiplier.contiguous(), offset=made.offset.contiguous())
     call = dataclasses.replace(
         call,
         x=call.x.contiguous().view(-1, inputs),
@@ -44,7 +48,7 @@ def _run_linear(call: LinearCall) -> None:
         bias=call.bias.contiguous(),
         multiplier=call.multiplier.contiguous(),
         residual=None if call.residual is None else call.residual.contiguous().view(-1, outputs),
-        gelu=None if call.gelu is None else (call.gelu[0].contiguous(), call.gelu[1].contiguous(), call.gelu[2]),
+        activation=made,
         out=call.out.view(-1, outputs),
     )
     (portable if sm90.linear_refusal(call) else sm90).linear_launch(call).run()
@@ -102,4 +106,18 @@ def launch_mean(
         # tokens without the prefix are part of a larger tensor
         x = x if x[0].is_contiguous() else x.contiguous()
         portable.mean_launch(x, multiplier.contiguous(), left, offset.contiguous(), out).run()
+    return out
+
+
+def launch_gated(
+    x: torch.Tensor, gate_multiplier: int, multiplier: torch.Tensor, offset: torch.Tensor, activation: str,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    """Run a gated product; arguments are those of :func:`qflash.network.operators.gated.gated`, which checks them."""
+    channels = x.shape[-1] // 2
+    out = torch.empty((*x.shape[:-1], channels), dtype=out_dtype, device=x.device)
+    if out.numel():
+        rows = x.contiguous().view(-1, 2 * channels)
+        made = out.view(-1, channels)
+        gated_launch(rows, gate_multiplier, multiplier.contiguous(), offset.contiguous(), activation, made).run()
     return out

@@ -63,7 +63,7 @@ class _Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = getattr(func, "overloadpacket", None)
-        if packet in (torch.ops.qflash.int8_linear, torch.ops.qflash.int8_linear_gelu):
+        if str(packet).startswith("qflash.int8_linear"):  # with an activation or without
             x, weight = args[:2]
             self.linear += math.prod(x.shape[:-1]) * weight.numel() * x.element_size()
         elif packet is torch.ops.qflash.patch_embedding:
@@ -84,7 +84,7 @@ def bit_operations(network: IntegerNetwork) -> BitOperations:
 
     The bit operations of a matrix product are its multiply-adds times the widths of both operands, as in van Baalen et al.,
     *Bayesian Bits*, NeurIPS 2020: ``BOPs = MACs * b_w * b_a``. What has no product of two operands is not counted:
-    normalisation, GELU, softmax, changes of unit, additions. Both are counted with the products that the integer network
+    normalisation, activations, softmax, changes of unit, additions. Both are counted with the products that the integer network
     computes: rows that no output reads, which a class token's head leaves in the last block, are in neither.
     :func:`qflash_lab.evaluation.summaries.bit_operations` counts the two products of attention alone.
 

@@ -8,8 +8,8 @@ however a model spells them. What only depends on constants is computed once.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import functools
 import math
 import operator
 import traceback
@@ -20,12 +20,19 @@ import torch
 import torch.utils._pytree
 from torch import fx, nn
 
+from ..specification.layers import ACTIVATIONS
 from ..torch_internals import tracing_alone
 from .matrix import Matrix
+from .operators.tokens import arrange
+from .outputs import WRAPPED, OutputsOf, Selected, copy_of, select_outputs
 
 BATCH = 2
 """Images that are traced: enough to see that each is treated alike."""
 aten = torch.ops.aten
+
+
+ARGUMENTS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, NotImplementedError)
+"""What an operation raises that has arguments which nobody has thought of."""
 
 
 class UnsupportedError(ValueError):
@@ -37,11 +44,12 @@ class Operation:
     """One computing operation of the float network.
 
     Attributes:
-        kind: ``"images"``, ``"linear"``, ``"norm"``, ``"gelu"``, ``"attention"``, ``"add"``, ``"mean"``, ``"join"``, which
-            puts channels side by side, or ``"unrotate"``, which takes an output out of a rotated stream
-            (:mod:`.rotation`).
+        kind: ``"images"``, ``"linear"``, ``"norm"``, an activation of :data:`.layers.ACTIVATIONS`, ``"attention"``, ``"add"``,
+            ``"mean"``, ``"product"`` of an activation and a tensor, ``"join"``, which puts channels side by side, or
+            ``"unrotate"``, which takes an output out of a rotated stream (:mod:`.rotation`).
         inputs: what it takes. A linear layer and a normalisation take rows x channels; attention takes query, key and value,
-            (batch, heads, tokens, channels); a mean takes (images, tokens, channels).
+            (batch, heads, tokens, channels); a mean takes (images, tokens, channels); a product takes the
+            activation first.
         seen: for each input the node of the traced graph whose value it is, for calibration.
         node: of the traced graph, whose value is this operation's output.
         rows, channels: of its output.
@@ -55,6 +63,7 @@ class Operation:
         is_causal: of attention.
         query: of attention whose query is a constant, float64 (heads, queries, channels).
         approximate: of GELU, as :func:`torch.nn.functional.gelu` has it.
+        slope: of SiLU, which is ``x sigmoid(slope x)``.
     """
 
     kind: str
@@ -73,6 +82,7 @@ class Operation:
     is_causal: bool = False
     query: torch.Tensor | None = None
     approximate: str = "none"
+    slope: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -175,6 +185,29 @@ class Scores:
         return dataclasses.replace(self, term=term if self.term is None else self.term + term)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sigmoid:
+    """The sigmoid of a tensor, which is SiLU once it is multiplied by what it is of.
+
+    Attributes:
+        view: what it is of.
+        node: of the traced graph, whose value it is.
+    """
+
+    view: View
+    node: fx.Node
+
+    def slope(self, x: View) -> float | None:
+        """Return s where this is ``sigmoid(s x)``, s > 0, or None where it is something else."""
+        view = self.view
+        if view.source is not x.source or view.shape != x.shape or not torch.equal(view.places(), x.places()):
+            return None
+        if x.factor is not None or x.term is not None or view.term is not None:
+            return None
+        slopes = [1.0] if view.factor is None else view.factor.unique().tolist()
+        return float(slopes[0]) if len(slopes) == 1 and slopes[0] > 0 else None
+
+
 @dataclasses.dataclass(frozen=True)
 class Product:
     """A linear layer that is not yet an operation: ``view @ matrix.T + bias``.
@@ -260,7 +293,7 @@ _OF_SHAPE = {aten.new_zeros, aten.new_ones, aten.new_full, aten.zeros_like, aten
 def _has_view(x: Any) -> bool:
     if isinstance(x, (list, tuple)):
         return any(_has_view(each) for each in x)
-    return isinstance(x, (View, Scores))
+    return isinstance(x, (View, Scores, Sigmoid))
 
 
 def _shape_of(x: Any) -> tuple[int, ...]:
@@ -302,8 +335,9 @@ def wide(x: Any) -> torch.Tensor:
 class _Tracer(fx.Interpreter):
     """Interprets a traced graph with symbolic tensors."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
+    def __init__(self, module: fx.GraphModule, wrapped: bool, refusals: list[str] | None) -> None:
         super().__init__(module, garbage_collect_values=False)
+        self.wrapped, self.refusals = wrapped, refusals
         self.operations: list[Operation] = []
         self.node: fx.Node
         self.handlers: dict[Any, Callable[..., Any]] = {
@@ -314,14 +348,30 @@ class _Tracer(fx.Interpreter):
             aten._softmax: self.softmax, aten.scaled_dot_product_attention: self.attention, aten.cat: self.cat,
             aten.mean: self.mean, aten.dropout: self.dropout, aten.pad: self.pad, aten.constant_pad_nd: self.pad,
             aten.adaptive_avg_pool1d: self.pool_all, aten.adaptive_avg_pool2d: self.pool_all,
-            aten.masked_fill: self.masked_fill, aten.baddbmm: self.baddbmm, aten.stack: self.stack,
+            aten.masked_fill: self.masked_fill, aten.baddbmm: self.baddbmm, aten.stack: self.stack, aten.silu: self.silu,
+            aten.silu_: self.silu, aten.relu: self.relu, aten.relu_: self.relu, aten.sigmoid: self.sigmoid,
         }  # fmt: skip
 
     # --- the machine -----------------------------------------------------------------------------------------
 
     def run_node(self, n: fx.Node) -> Any:
         self.node = n
-        return super().run_node(n)
+        try:
+            return super().run_node(n)
+        except ARGUMENTS as error:
+            if self.refusals is None or n.op == "output":
+                raise
+            known = isinstance(error, UnsupportedError)
+            found = error if known else self.refusal(f"{n.target} ({type(error).__name__}: {error})")
+            views = torch.utils._pytree.tree_leaves([self.env.get(x) for x in n.all_input_nodes])
+            # of what follows an operation that was refused nothing is known
+            if not any(isinstance(x, View) and x.source.kind == "unknown" for x in views):
+                self.refusals.append(str(found))
+        return torch.utils._pytree.tree_map_only(torch.Tensor, self._unknown, n.meta["val"])
+
+    def _unknown(self, like: torch.Tensor) -> View:
+        shape = [BATCH if isinstance(size, torch.SymInt) else size for size in like.shape]
+        return dataclasses.replace(self.made("unknown", (), (), shape or (1,)), shape=tuple(shape))
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         if str(target).endswith("_guards_fn"):
@@ -334,6 +384,8 @@ class _Tracer(fx.Interpreter):
             return _shape_of(args[0])[args[1]]
         if not _has_view(args) and not _has_view(tuple(kwargs.values())):
             return super().call_function(target, args, kwargs)
+        if packet not in (aten.mul, aten.mul_):
+            self.refuse_sigmoid(*args)
         if target is operator.getitem:
             return args[0][args[1]]
         if packet in _SAME:
@@ -348,6 +400,17 @@ class _Tracer(fx.Interpreter):
             return self.move(target, packet in _IN_ORDER, *args, **kwargs)
         raise self.refusal(str(packet))
 
+    def output(self, target: Any, args: Any, kwargs: Any) -> Any:
+        self.refuse_sigmoid(*args[0])
+        return super().output(target, args, kwargs)
+
+    def refuse_sigmoid(self, *values: Any) -> None:
+        """Refuse a sigmoid among values."""
+        for x in values:
+            if isinstance(x, Sigmoid):
+                self.node = x.node
+                raise self.refusal("aten.sigmoid")
+
     def refusal(self, what: str) -> UnsupportedError:
         """Return the error that names the current node."""
         line = ""
@@ -360,13 +423,14 @@ class _Tracer(fx.Interpreter):
         """Return the name of the submodule that the current node belongs to."""
         stack = self.node.meta.get("nn_module_stack") or {}
         names = [path for path, _ in stack.values()]
-        return str(names[-1]) if names else ""
+        name = str(names[-1]) if names else ""
+        return name.removeprefix(WRAPPED).removeprefix(".") if self.wrapped else name
 
     def made(self, kind: str, inputs: Sequence[View], seen: Sequence[fx.Node], shape: Sequence[int], **constants: Any) -> View:
         """Add an operation whose output has a shape, and return its output."""
         channels, rows = shape[-1], math.prod(shape[:-1])
         order = None
-        if kind in ("linear", "norm", "gelu", "add") and (order := _image_order(inputs[0])) is not None:
+        if kind in ("linear", "norm", "add", "product", *ACTIVATIONS) and (order := _image_order(inputs[0])) is not None:
             # rows of one image after the other, whichever way the model lays batches out
             inputs = [x.moved(lambda y: y.reshape(rows, -1)[order]) for x in inputs]
         self.operations.append(Operation(kind, list(inputs), list(seen), self.node, rows, channels, self.owner(), **constants))
@@ -456,7 +520,16 @@ class _Tracer(fx.Interpreter):
         return a.plus(-wide(b) * alpha)
 
     def mul(self, a: Any, b: Any) -> Any:
+        for place, (x, other) in enumerate(((a, b), (b, a))):
+            if isinstance(x, View) and isinstance(other, Sigmoid) and (slope := other.slope(x)) is not None:
+                return self.made("silu", (x,), self.seen(place), x.shape, slope=slope)
+        self.refuse_sigmoid(a, b)
         if _has_view(a) and _has_view(b):
+            for place, (gate, value) in enumerate(((a, b), (b, a))):
+                if isinstance(gate, View) and isinstance(value, View) and gate.source.kind in ACTIVATIONS:
+                    if gate.shape != value.shape:
+                        break
+                    return self.made("product", (gate, value), self.seen(place, 1 - place), gate.shape)
             raise self.refusal("product of two computed tensors")
         if not _has_view(a):
             a, b = b, a
@@ -479,6 +552,15 @@ class _Tracer(fx.Interpreter):
 
     def gelu(self, x: Any, *, approximate: str = "none") -> Any:
         return self.made("gelu", (x,), self.seen(0), x.shape, approximate=approximate)
+
+    def silu(self, x: Any) -> Any:
+        return self.made("silu", (x,), self.seen(0), x.shape)
+
+    def relu(self, x: Any) -> Any:
+        return self.made("relu", (x,), self.seen(0), x.shape)
+
+    def sigmoid(self, x: Any) -> Any:
+        return Sigmoid(x, self.node)
 
     # --- products ---------------------------------------------------------------------------------------------
 
@@ -696,12 +778,18 @@ class Output:
         view: what it is.
         node: of the traced graph.
         place: of it among all tensors that the model returns.
+        arrangement: which tokens of ``view`` are the output, where it is not the view itself.
     """
 
     name: str
     view: View
     node: fx.Node
     place: int
+    arrangement: Arrangement | None = None
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the output of the view's values."""
+        return values if self.arrangement is None else self.arrangement(values)
 
 
 @dataclasses.dataclass
@@ -712,14 +800,16 @@ class Captured:
         module: the traced graph, which runs: images to outputs, for any batch.
         operations: in order; the first is the images.
         outputs: of the network.
+        select: returns the module that gives a model's outputs.
     """
 
     module: fx.GraphModule
     operations: list[Operation]
     outputs: list[Output]
+    select: Callable[[nn.Module], nn.Module] = lambda model: model
 
     def pick(self, returned: Any) -> dict[str, torch.Tensor]:
-        """Return the outputs, by name, of what the model returned."""
+        """Return the outputs, by name, of what :attr:`select`'s module returned."""
         leaves = torch.utils._pytree.tree_leaves(returned)
         return {output.name: leaves[output.place] for output in self.outputs}
 
@@ -747,7 +837,7 @@ class Captured:
     def __call__(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
         """Compute the outputs, by name, from the operations alone."""
         computed = self.compute(images, whole=False)
-        return {output.name: output.view.evaluate(computed[id(output.view.source)]) for output in self.outputs}
+        return {output.name: output.of(output.view.evaluate(computed[id(output.view.source)])) for output in self.outputs}
 
 
 def _compute(operation: Operation, inputs: list[torch.Tensor], images: torch.Tensor) -> torch.Tensor:
@@ -762,8 +852,14 @@ def _compute(operation: Operation, inputs: list[torch.Tensor], images: torch.Ten
         return nn.functional.layer_norm(inputs[0], inputs[0].shape[-1:], weight, bias, operation.epsilon)
     if operation.kind == "gelu":
         return nn.functional.gelu(inputs[0], approximate=operation.approximate)
+    if operation.kind == "silu":
+        return inputs[0] * torch.sigmoid(inputs[0] * operation.slope)
+    if operation.kind == "relu":
+        return nn.functional.relu(inputs[0])
     if operation.kind == "add":
         return inputs[0] + inputs[1]
+    if operation.kind == "product":
+        return inputs[0] * inputs[1]
     if operation.kind == "mean":
         return inputs[0].mean(dim=1)
     if operation.kind == "join":
@@ -845,37 +941,78 @@ def _rows_of(count: int, keep: torch.Tensor) -> Callable[[torch.Tensor], torch.T
     return lambda x: x.reshape(BATCH, count, x.shape[-1])[:, keep].flatten(0, 1)
 
 
-def _copy_of(model: nn.Module) -> nn.Module:
-    """Return a copy of a model's modules that has the same tensors, or the model itself where its modules cannot be copied.
+@dataclasses.dataclass(frozen=True)
+class Arrangement:
+    """Some tokens of (batch, tokens, channels), perhaps as a map.
 
-    ``torch.export`` puts other tensors into modules for as long as it traces, which threads that use the model would meet.
-    Tensors made in inference mode are copied, since they cannot be traced.
+    Attributes:
+        first, count: which tokens.
+        shape: (height, width) of a map, or None where they stay tokens.
+        channels_first: whether a map is (batch, channels, height, width), otherwise (batch, height, width, channels).
     """
-    tensors = [x for module in model.modules() for x in vars(module).values() if isinstance(x, torch.Tensor)]
-    same = {id(x): x for x in (*model.parameters(), *model.buffers(), *tensors) if not x.is_inference()}
-    try:
-        return copy.deepcopy(model, same)
-    except Exception:  # whatever an attribute of a foreign module says to being copied
-        return model
+
+    first: int
+    count: int
+    shape: tuple[int, int] | None = None
+    channels_first: bool = False
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return them of (batch, tokens, channels); see :func:`.operators.tokens.arrange`."""
+        return arrange(x, self.first, self.count, self.shape, self.channels_first)
 
 
-def capture(model: nn.Module, images: torch.Tensor, outputs: Sequence[str] | None = None) -> Captured:
+def _arrangement(view: View) -> Arrangement | None:
+    """Return which tokens of its source an output is, or None where it is one token, all in their order, or something else."""
+    source, shape = view.source, view.shape
+    count = source.rows // BATCH
+    if (view.index is None and len(shape) == 3) or len(shape) not in (3, 4) or view.factor is not None or view.term is not None:
+        return None
+    for channels_first in (False, True)[: len(shape) - 2]:
+        rows = view.moved(lambda x: x.movedim(1, -1)) if channels_first else view
+        if rows.shape[-1] != source.channels:
+            continue
+        places = rows.places().reshape(BATCH, -1, source.channels)
+        first = int(places[0, 0, 0]) // source.channels
+        tokens = count * counted(BATCH)[:, None] + first + counted(places.shape[1])
+        if first < 0 or not torch.equal(places, tokens[..., None] * source.channels + counted(source.channels)):
+            continue
+        if len(shape) == 3 and places.shape[1] == count:
+            return None
+        return Arrangement(first, places.shape[1], rows.shape[1:3] if len(shape) == 4 else None, channels_first)  # type: ignore[arg-type]
+    return None
+
+
+def _output(name: str, view: View, node: fx.Node, place: int) -> Output:
+    arrangement = _arrangement(view)
+    if arrangement is None:
+        return Output(name, view, node, place)
+    source = view.source
+    whole = View(source, (BATCH, source.rows // BATCH, source.channels))
+    return Output(name, whole, source.node, place, arrangement)
+
+
+def capture(
+    model: nn.Module, images: torch.Tensor, outputs: Sequence[str] | OutputsOf | None = None, refusals: list[str] | None = None
+) -> Captured:
     """Trace a module in eval mode and list its operations.
 
     Args:
         model: takes images (batch, channels, height, width) and returns a tensor, or several with names.
         images: of the model's dtype and device, :data:`BATCH` of them.
-        outputs: names of those that are wanted; ``"logits"`` if there are such, otherwise all.
+        outputs: those that are wanted, see :func:`qflash.quantize_model`.
+        refusals: where messages go for operations without an integer form, which are passed over; None raises the first.
 
     Raises:
         UnsupportedError: an operation has no integer form.
-        ValueError: an output is unknown.
+        TypeError, ValueError: ``outputs`` are no such, or an output is unknown.
     """
+    selected = select_outputs(model, outputs)
+    wanted, outputs = outputs, None if callable(outputs) else outputs
     with torch.no_grad():
         try:
             with tracing_alone():
                 program = torch.export.export(
-                    _copy_of(model), (images,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},), strict=False
+                    copy_of(selected), (images,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},), strict=False
                 )
         except Exception as error:
             reason = traceback.format_exception_only(error)[-1].strip()[:500]
@@ -887,18 +1024,18 @@ def capture(model: nn.Module, images: torch.Tensor, outputs: Sequence[str] | Non
             list(outputs)
             if outputs is not None
             else ["logits"]
-            if "logits" in nodes
+            if "logits" in nodes and selected is model
             else [x for x in nodes if nodes[x] is not None]
         )
         for name in names:
             if nodes.get(name) is None:
-                raise ValueError(f"outputs must be of {', '.join(map(repr, nodes))}, got {name!r}")
+                raise ValueError(f"outputs must be of {', '.join(map(repr, nodes))}, or a submodule's name, got {name!r}")
         last.args = (tuple(nodes[name] for name in names),)
         module.graph.eliminate_dead_code()
         # takes images and returns a tuple, whatever the model's own arguments and results are
         module.graph.set_codegen(fx.graph.CodeGen())
         module.recompile()
-        tracer = _Tracer(module)
+        tracer = _Tracer(module, isinstance(selected, Selected), refusals)
         places = [n for n in module.graph.nodes if n.op == "placeholder"]
         tracer.node = places[0]
         view = tracer.made("images", (), (), (images.numel() // images.shape[-1], images.shape[-1]))
@@ -906,8 +1043,7 @@ def capture(model: nn.Module, images: torch.Tensor, outputs: Sequence[str] | Non
             found = tracer.run(dataclasses.replace(view, shape=tuple(images.shape)), *[None] * (len(places) - 1))
         except UnsupportedError as error:
             raise UnsupportedError(str(error.args[0]).partition("\n\nWhile executing")[0]) from None
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, NotImplementedError) as error:
-            # an operation with arguments that nobody has thought of
+        except ARGUMENTS as error:
             reason = str(error).partition("\n\nWhile executing")[0]
             raise tracer.refusal(f"{tracer.node.target} ({type(error).__name__}: {reason})") from error
     for name, each in zip(names, found, strict=True):
@@ -918,7 +1054,8 @@ def capture(model: nn.Module, images: torch.Tensor, outputs: Sequence[str] | Non
     return Captured(
         module,
         _used(tracer.operations, found),
-        [Output(name, x, nodes[name], list(nodes).index(name)) for name, x in zip(names, found, strict=True)],
+        [_output(name, x, nodes[name], list(nodes).index(name)) for name, x in zip(names, found, strict=True)],
+        functools.partial(select_outputs, outputs=wanted),
     )
 
 

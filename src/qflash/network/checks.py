@@ -106,9 +106,10 @@ def check_captured(captured: Captured, model: nn.Module, images: torch.Tensor) -
             model's holds NaN or infinity.
     """
     exact = _in_float32(model)
+    selected = captured.select(exact)
     with exact_floats():
         try:
-            returned = [captured.pick(exact(part)) for part in images.split(_BATCH)]
+            returned = [captured.pick(selected(part)) for part in images.split(_BATCH)]
         except RuntimeError as error:
             if exact is model:
                 raise
@@ -203,10 +204,10 @@ class _Saturation(TorchDispatchMode):
         """Return what an operator would give with room beyond int8, in its output's unit."""
         ops = torch.ops.qflash
         packet = func.overloadpacket
-        if packet is ops.int8_linear_gelu:
-            x, weight, bias, multiplier, left, factor, offset, shift, backend = args
-            sums = ops.int8_linear(x, weight, bias, multiplier, left, None, None, torch.int32, backend)
-            return (op.gelu(sums) * factor + offset) >> shift
+        if (name := str(packet).removeprefix("qflash.int8_linear_")) in op.ACTIVATIONS:
+            *layer, factor, offset, shift, backend = args
+            sums = ops.int8_linear(*layer, None, None, torch.int32, backend)
+            return (op.ACTIVATIONS[name][0](sums) * factor + offset) >> shift
         wide: torch.Tensor
         if packet is ops.int8_attention:
             wide = func(*args[:9], None, torch.float32, *args[11:]) / args[9]

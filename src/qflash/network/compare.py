@@ -168,7 +168,7 @@ def compare(
     normalise = Normalise(*find_statistics(model, network.image[0], mean, std), parameter.device)
     normalised = normalise(images.to(parameter.device))
     with torch.inference_mode():
-        wanted = lowering.captured.pick(model(normalised.to(parameter.dtype)))
+        wanted = lowering.captured.pick(lowering.captured.select(model)(normalised.to(parameter.dtype)))
 
     def judged(each: IntegerNetwork) -> dict[str, float]:
         found = each.dequantize(each.run(images))

@@ -15,7 +15,10 @@ from typing import Any
 import torch
 
 from ..specification import layers as op
-from .modules import Attention, LayerNorm, Linear, LinearGelu, Mean, WideLinear
+from ..specification.gated import GATE_BITS, PRODUCT_SHIFT
+from .activations import NAMES
+from .modules import Attention, LayerNorm, Linear, LinearActivation, Mean, WideLinear
+from .operators.gated import Gated
 
 _WIDE_BIAS = 1 << 28
 """A bias beyond this many units of a row's sums makes the row's unit coarser."""
@@ -234,39 +237,117 @@ def _left_of(ratio: torch.Tensor) -> int:
     return min(max(0, math.frexp(float(ratio.max()) * (1 + 2.0**-20))[1] + 1), 30)
 
 
-def gelu_steps(module: LinearGelu, output: Range, weight: torch.Tensor) -> Grid:
-    """Choose the steps of GELU's outputs, and fill them in.
+def activation_unit(name: str, slope: float, output: Range) -> float:
+    """Return the unit in which an activation's inputs lie.
+
+    Args:
+        name: of :data:`.layers.ACTIVATIONS`.
+        slope: of f, which is ``f(slope x) / slope``.
+        output: of the activation.
+
+    Raises:
+        ValueError: an activation is beyond what its operator takes.
+    """
+    high = float(output.high.max())
+    unit = op.ACTIVATIONS[name][1]
+    unit = max(high, 1e-12) * HEADROOM / op.ACTIVATION_LIMIT if unit is None else unit / slope
+    # comparisons are written so that a NaN is refused
+    if not high <= (most := op.ACTIVATION_LIMIT * unit):
+        raise ValueError(f"an activation of {NAMES[name]} is {high:.4g}; integer networks take up to {most:.0f}")
+    return unit
+
+
+def activation_steps(module: LinearActivation, unit: float, output: Range, weight: torch.Tensor) -> Grid:
+    """Choose the steps of an activation's outputs, and fill them in.
 
     The steps are those that whole multipliers can give, so nothing is lost by rounding the multipliers.
 
     Args:
-        module: the layer before GELU.
-        output: of GELU.
+        module: the layer before the activation.
+        unit: of the activation's inputs.
+        output: of the activation.
         weight: (outputs, inputs) of the layer behind.
 
     Raises:
-        ValueError: an activation is beyond what GELU takes here, or its zero point is.
+        ValueError: a zero point is too large.
     """
-    most = op.GELU_LIMIT * op.GELU_UNIT
-    # comparisons are written so that a NaN is refused
-    if not float(output.high.max()) <= most:
-        raise ValueError(f"an activation of GELU is {float(output.high.max()):.4g}; integer networks take up to {most:.0f}")
     steps = SPREADS["fc2"].steps(output.half, weight)
     shift = 30
-    while shift > 0 and float((2.0**shift * op.GELU_UNIT / steps).max()) > op.MAX_GELU_MULTIPLIER:
+    while shift > 0 and float((2.0**shift * unit / steps).max()) > op.MAX_ACTIVATION_MULTIPLIER:
         shift -= 1
-    unit = 2.0**shift * op.GELU_UNIT
-    multiplier = (unit / steps).round().clamp(1, op.MAX_GELU_MULTIPLIER)
-    steps = unit / multiplier
-    # GELU has a lowest value, which calibration has seen nearly; what it has not seen lies above
+    whole = 2.0**shift * unit
+    multiplier = (whole / steps).round().clamp(1, op.MAX_ACTIVATION_MULTIPLIER)
+    steps = whole / multiplier
+    # an activation has a lowest value, which calibration has seen nearly; what it has not seen lies above
     middle = output.low + 128 * steps
     offset = ((0.5 - middle / steps) * 2.0**shift).round()
     if not float(offset.abs().max()) < 1 << 30:
-        raise ValueError("GELU's zero point is too large for its unit; the network's scales are degenerate")
-    module.gelu_shift = shift
-    module.gelu_multiplier.copy_(multiplier.to(torch.int32))
-    module.gelu_offset.copy_(offset.to(torch.int32))
+        raise ValueError(
+            f"the zero point of {NAMES[module.activation]} is too large for its unit; the network's scales are degenerate"
+        )
+    for name, x in (("multiplier", multiplier), ("offset", offset)):
+        getattr(module, f"{module.activation}_{name}").copy_(x.to(torch.int32))
+    setattr(module, f"{module.activation}_shift", shift)
     return Grid(steps, (0.5 - offset / 2.0**shift) * steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedUnits:
+    """Where a gated product's inputs lie.
+
+    Attributes:
+        activation: of what the activation takes.
+        gate: of the gates.
+        value: float64 (channels,), of the values.
+    """
+
+    activation: float
+    gate: float
+    value: torch.Tensor
+
+
+def gated_units(name: str, slope: float, activated: Range, value: Range) -> GatedUnits:
+    """Choose where a gated product's int16 inputs lie.
+
+    Args:
+        name, slope: see :func:`activation_unit`.
+        activated: the activations.
+        value: the values.
+
+    Raises:
+        ValueError: an activation is beyond what its operator takes.
+    """
+    unit = activation_unit(name, slope, activated)
+    # what lies further below 0 than the tail reaches may saturate
+    gate = max(float(activated.high.max()), op.TAIL_END * unit) * HEADROOM / 32767
+    most = torch.maximum(-value.low, value.high).clamp(min=1e-12)
+    return GatedUnits(unit, gate, most.clamp(min=float(most.max()) / 1024) * (HEADROOM / 32767))
+
+
+def finish_gated(module: Gated, units: GatedUnits, step: torch.Tensor | float, middle: torch.Tensor | float = 0.0) -> Grid:
+    """Fill a gated product in; return where its outputs lie, which is near ``step * q + middle``.
+
+    Args:
+        module: to fill in.
+        units: of its inputs.
+        step, middle: of the outputs.
+
+    Raises:
+        ValueError: a product has no room in 32 bits; the network's scales are degenerate.
+    """
+    unit = units.activation * units.value * 2.0**PRODUCT_SHIFT
+    multiplier = (unit / step * 2.0**32).round().clamp(min=_LEAST_MULTIPLIER)
+    offset = (-middle / unit).round()
+    gate = round(units.gate / units.activation * 2.0**GATE_BITS)
+    if not (float(multiplier.max()) < 1 << 31 and float(offset.abs().max()) < 1 << 30 and gate < 1 << 31):
+        raise ValueError(
+            f"products up to {float(unit.max()) * 2.0**30:.3g} cannot be brought to outputs that lie much lower; the network's "
+            "scales are degenerate"
+        )
+    module.gate_multiplier = gate
+    module.multiplier.copy_(multiplier.to(torch.int32))
+    module.offset.copy_(offset.to(torch.int32))
+    return Grid(unit * 2.0**32 / multiplier, -offset * unit)
 
 
 def finish_norm(

@@ -5,7 +5,7 @@ The reference is :mod:`qflash.specification.layers`; the kernels return the same
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,11 @@ _LIBRARY.define(
     "int8_linear(Tensor x, Tensor weight, Tensor bias, Tensor multiplier, int left, Tensor? residual, Tensor? scatter, "
     "ScalarType out_dtype, str backend) -> Tensor"
 )
-_LIBRARY.define(
-    "int8_linear_gelu(Tensor x, Tensor weight, Tensor bias, Tensor multiplier, int left, "
-    "Tensor gelu_multiplier, Tensor gelu_offset, int gelu_shift, str backend) -> Tensor"
-)
+for _name in op.ACTIVATIONS:
+    _LIBRARY.define(
+        f"int8_linear_{_name}(Tensor x, Tensor weight, Tensor bias, Tensor multiplier, int left, "
+        f"Tensor {_name}_multiplier, Tensor {_name}_offset, int {_name}_shift, str backend) -> Tensor"
+    )
 _LIBRARY.define(
     "integer_layer_norm(Tensor h, int epsilon, Tensor gain, Tensor offset, int shift, Tensor? gather, ScalarType out_dtype, "
     "str backend) -> Tensor"
@@ -114,9 +115,9 @@ def _check_linear(
     _check_device("residual", residual, x)
 
 
-def _check_gelu(x: torch.Tensor, outputs: int, multiplier: torch.Tensor, offset: torch.Tensor, shift: int) -> None:
-    _check_constants(x, outputs, gelu_multiplier=multiplier, gelu_offset=offset)
-    _check_number("gelu_shift", shift, 0, 30)
+def _check_activation(x: torch.Tensor, outputs: int, made: op.Activation) -> None:
+    _check_constants(x, outputs, **{f"{made.name}_multiplier": made.multiplier, f"{made.name}_offset": made.offset})
+    _check_number(f"{made.name}_shift", made.shift, 0, 30)
 
 
 def _check_layer_norm(
@@ -262,31 +263,41 @@ def int8_linear(
     return find_backend(backend, x.device).linear(x, layer, out_dtype, residual, scatter=scatter)
 
 
-def int8_linear_gelu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    multiplier: torch.Tensor,
-    left: int,
-    gelu_multiplier: torch.Tensor,
-    gelu_offset: torch.Tensor,
-    gelu_shift: int,
-    backend: str,
-) -> torch.Tensor:
-    """Return GELU of a linear layer in int8; see :class:`qflash.network.modules.LinearGelu`.
+def _with_activation(name: str) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
+    """Return the operator of a linear layer with an activation of :data:`.layers.ACTIVATIONS`, and its fake."""
 
-    Args:
-        x, weight, bias, multiplier, left, backend: see :func:`int8_linear`.
-        gelu_multiplier, gelu_offset: int32 (outputs,).
-        gelu_shift: 0 to 30.
+    def checked(x: torch.Tensor, weight: torch.Tensor, *arguments: Any) -> op.Activation:
+        bias, multiplier, left, *rest, backend = arguments
+        made = op.Activation(name, *rest)
+        _check_linear(x, weight, bias, multiplier, left, None, None, torch.int8, backend, (torch.int8,))
+        _check_activation(x, weight.shape[0], made)
+        return made
 
-    Raises:
-        TypeError, ValueError: as :func:`int8_linear`.
-    """
-    _check_linear(x, weight, bias, multiplier, left, None, None, torch.int8, backend, (torch.int8,))
-    _check_gelu(x, weight.shape[0], gelu_multiplier, gelu_offset, gelu_shift)
-    layer, gelu = op.LinearIntegers(weight, bias, multiplier, left), (gelu_multiplier, gelu_offset, gelu_shift)
-    return find_backend(backend, x.device).linear(x, layer, torch.int8, gelu=gelu)
+    def linear(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        """Return an activation of a linear layer in int8; see :class:`qflash.network.modules.LinearActivation`.
+
+        Args:
+            x, weight, bias, multiplier, left: see :func:`int8_linear`; x is int8.
+            multiplier, offset, shift: of the activation, named after it: int32 (outputs,), (outputs,), and 0 to 30.
+            backend: see there.
+
+        Raises:
+            TypeError, ValueError: as :func:`int8_linear`.
+        """
+        made = checked(x, *arguments)
+        layer = op.LinearIntegers(*arguments[:4])
+        return find_backend(arguments[-1], x.device).linear(x, layer, torch.int8, activation=made)
+
+    def fake(x: torch.Tensor, weight: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        checked(x, weight, *arguments)
+        return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.int8)
+
+    return linear, fake
+
+
+int8_linear_gelu, _fake_int8_linear_gelu = _with_activation("gelu")
+int8_linear_silu, _fake_int8_linear_silu = _with_activation("silu")
+int8_linear_relu, _fake_int8_linear_relu = _with_activation("relu")
 
 
 def integer_layer_norm(
@@ -381,13 +392,6 @@ def _fake_int8_linear(x: torch.Tensor, weight: torch.Tensor, *arguments: Any) ->
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=arguments[5])
 
 
-def _fake_int8_linear_gelu(x: torch.Tensor, weight: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    bias, multiplier, left, *gelu, backend = arguments
-    _check_linear(x, weight, bias, multiplier, left, None, None, torch.int8, backend, (torch.int8,))
-    _check_gelu(x, weight.shape[0], *gelu)
-    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.int8)
-
-
 def _fake_integer_layer_norm(h: torch.Tensor, *arguments: Any) -> torch.Tensor:
     _check_layer_norm(h, *arguments)
     gather, dtype = arguments[4:6]
@@ -412,6 +416,8 @@ def _fake_patch_embedding(
 for _name, _implementation, _fake in (
     ("int8_linear", int8_linear, _fake_int8_linear),
     ("int8_linear_gelu", int8_linear_gelu, _fake_int8_linear_gelu),
+    ("int8_linear_silu", int8_linear_silu, _fake_int8_linear_silu),
+    ("int8_linear_relu", int8_linear_relu, _fake_int8_linear_relu),
     ("integer_layer_norm", integer_layer_norm, _fake_integer_layer_norm),
     ("integer_mean", integer_mean, _fake_integer_mean),
     ("patch_embedding", patch_embedding, _fake_patch_embedding),

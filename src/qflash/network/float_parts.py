@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..specification import layers as op
+from . import activations
 from .conversion import Grid
 from .graph import IntegerNetwork
 from .matrix import Matrix
@@ -20,13 +21,14 @@ from .modules import (
     IntegerModule,
     LayerNorm,
     Linear,
-    LinearGelu,
+    LinearActivation,
     Mean,
     PatchEmbedding,
     require_lists,
     shapes_only,
 )
 from .operators import OPERATORS
+from .operators.gated import Gated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,7 @@ class FloatTwin:
     Attributes:
         weight, bias: of a linear layer or a normalisation, in the order of the node's channels.
         epsilon: of a normalisation.
+        slope: of an activation f, which is ``f(slope x) / slope``.
         mask, query: of attention; the second where it is a constant.
         position, prefix: of a patch embedding, (tokens, channels), whose weights take pixels from 0 to 255.
     """
@@ -43,13 +46,25 @@ class FloatTwin:
     weight: Matrix | torch.Tensor | None = None
     bias: torch.Tensor | None = None
     epsilon: float = 0.0
+    slope: float = 1.0
     mask: torch.Tensor | None = None
     query: torch.Tensor | None = None
     position: torch.Tensor | None = None
     prefix: torch.Tensor | None = None
 
 
-KEPT = ("PatchEmbedding", "LayerNorm", "Linear", "WideLinear", "LinearGelu", "Attention", "Mean")
+KEPT = (
+    "PatchEmbedding",
+    "LayerNorm",
+    "Linear",
+    "WideLinear",
+    "LinearGelu",
+    "LinearSilu",
+    "LinearRelu",
+    "Attention",
+    "Mean",
+    "Gated",
+)
 """Operators that can be kept in floating point; others move values."""
 _TABLES = ("gather", "scatter", "query", "position", "prefix")
 
@@ -78,6 +93,7 @@ class FloatNode(IntegerModule):
     def __init__(
         self, operator: str, sizes: dict[str, Any], given: Sequence[Sequence[int] | None], made: Sequence[int] | None,
         has_bias: bool = False, mask: Sequence[int] | None = None, epsilon: float = 0.0,
+        slope: float = 1.0,
     ) -> None:  # fmt: skip
         """Make it empty.
 
@@ -88,6 +104,7 @@ class FloatNode(IntegerModule):
             has_bias: whether a linear layer has a bias.
             mask: shape of :attr:`mask`.
             epsilon: of a normalisation.
+            slope: of an activation.
         """
         if operator not in KEPT or type(sizes) is not dict:
             raise ValueError(f"operator must be one of {', '.join(KEPT)} with its sizes, got {operator!r} and {sizes!r}")
@@ -95,15 +112,17 @@ class FloatNode(IntegerModule):
             raise ValueError(f"given must be a list of 1 to 3 shapes, and has_bias True or False, got {given!r}, {has_bias!r}")
         if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or not 0 <= epsilon < math.inf:
             raise ValueError(f"epsilon must be at least 0, got {epsilon!r}")
+        if isinstance(slope, bool) or not isinstance(slope, (int, float)) or not 0 < slope < math.inf:
+            raise ValueError(f"slope must be above 0, got {slope!r}")
         shapes = [None if x is None else list(x) for x in (*given, made)]
         super().__init__(
             operator=operator, sizes=sizes, given=shapes[:-1], made=shapes[-1], has_bias=has_bias,
-            mask=mask and list(mask), epsilon=float(epsilon),
+            mask=mask and list(mask), epsilon=float(epsilon), slope=float(slope),
         )  # fmt: skip
         with shapes_only():
             # in a tuple, since its tensors are no part of this module's state
             self._inner: tuple[Any] = (OPERATORS[operator](**sizes),)
-        self.epsilon, self._grids = float(epsilon), len(given)
+        self.epsilon, self.slope, self._grids = float(epsilon), float(slope), len(given)
         require_lists(4, mask=mask)
         own = self.inner
         weight = own.weight.shape if isinstance(own, Linear) else own.gain.shape if isinstance(own, LayerNorm) else None
@@ -137,9 +156,13 @@ class FloatNode(IntegerModule):
         mask = None if twin.mask is None else list(twin.mask.shape)
         node = cls(
             type(inner).__name__, inner.sizes, shapes[:-1], shapes[-1], twin.bias is not None and isinstance(inner, Linear),
-            mask, twin.epsilon,
+            mask, twin.epsilon, twin.slope,
         )  # fmt: skip
-        values = {field.name: getattr(twin, field.name) for field in dataclasses.fields(twin) if field.name != "epsilon"}
+        values = {
+            field.name: getattr(twin, field.name)
+            for field in dataclasses.fields(twin)
+            if field.name not in ("epsilon", "slope")
+        }
         values |= {name: getattr(inner, name, None) for name in ("gather", "scatter")}
         for number, grid in enumerate((*given, made)):
             if grid is not None:
@@ -195,11 +218,14 @@ class FloatNode(IntegerModule):
             return x[:, 0] if inner.single else x
         if isinstance(inner, Linear):
             x = F.linear(x, weight, self.bias)
-            if isinstance(inner, LinearGelu):
-                return F.gelu(x)
+            if isinstance(inner, LinearActivation):
+                return activations.floating(inner.activation, self.slope, x)
             if self.scatter is not None:
                 x = op.scatter_tokens(x, self.scatter)
             return x + more[0] if more else x
+        if isinstance(inner, Gated):
+            gate, value = x.chunk(2, dim=-1)
+            return activations.floating(inner.activation, self.slope, gate) * value
         query, key, value = inner.heads_of((x, *more), self.query)
         mask = self.mask
         if mask is not None:

@@ -16,6 +16,7 @@ from .cpu_graph import CpuGraph
 from .cuda_graph import NetworkGraph
 from .execution import check_images
 from .modules import EXTRA_STATE, LOADED, IntegerModule, Mean, Widen
+from .operators.tokens import Tokens
 from .quality import Quality
 
 IMAGES = "images"
@@ -53,6 +54,8 @@ class IntegerNetwork(IntegerModule):
         backend: of every operator, see :func:`qflash.attention`.
         quality: how close it is to the float model (:class:`.quality.Quality`), as found when it was quantised; None where that
             is not known, as of a file that does not say it.
+        about: what files keep for people: ``"name"`` of the float model, ``"labels"`` of its classes, and ``"images"``, which
+            :func:`qflash.image_transform` takes. Nothing is computed with it.
         lowering: what the network was made of, for :func:`qflash.compare`; None of a network from a file, or a copy.
     """
 
@@ -74,6 +77,7 @@ class IntegerNetwork(IntegerModule):
         self.units: tuple[float, ...] = ()
         self.backend = "auto"
         self.quality: Quality | None = None
+        self.about: dict[str, Any] = {}
         self.lowering: Any = None
         self.parts = nn.Module()
         self._check_names()
@@ -180,8 +184,11 @@ class IntegerNetwork(IntegerModule):
                 self.part(node.name).check_values()
             except ValueError as error:
                 raise ValueError(f"{node.name}: {error}") from error
+        inputs = {node.name: node.inputs for node in self.nodes}
         for name, made in self.outputs.items():
             part = self.part(made)
+            if isinstance(part, Tokens) and inputs[made][0] in inputs:
+                part = self.part(inputs[made][0])
             if not isinstance(part, Widen) and getattr(part, "dtype", None) != torch.int32:
                 raise ValueError(f"output {name!r} must be of int32, is of {made}")
         self._check_tokens()
@@ -283,12 +290,13 @@ class IntegerNetwork(IntegerModule):
         save_model(self, path)
 
     def export_onnx(
-        self, path: str | os.PathLike[str], *, batch: int | str = "dynamic", external_data_threshold: int = 2_000_000_000
-    ) -> None:
+        self, path: str | os.PathLike[str], *, batch: int | str = "dynamic", external_data_threshold: int = 2_000_000_000,
+        inline: bool = False,
+    ) -> None:  # fmt: skip
         """Write the network as ONNX with integer operators only; see :func:`qflash.export_onnx`."""
         from .onnx_export import export_onnx
 
-        export_onnx(self, path, batch=batch, external_data_threshold=external_data_threshold)
+        export_onnx(self, path, batch=batch, external_data_threshold=external_data_threshold, inline=inline)
 
     def export_tosa(self, path: str | os.PathLike[str], *, batch: int = 1) -> dict[str, Mapping[str, int]]:
         """Write the network as a TOSA graph of the integer profile; see :func:`qflash.export_tosa`."""

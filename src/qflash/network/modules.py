@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextvars import ContextVar
@@ -112,6 +113,12 @@ class IntegerModule(nn.Module):
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return this module's own tensors that files and a ``state_dict`` hold."""
         return {name: x for name, x in self._buffers.items() if x is not None and name not in self._non_persistent_buffers_set}
+
+    def input_names(self, count: int) -> tuple[str, ...]:
+        """Return what :meth:`forward` calls so many inputs; those of any number are ``part0``, ``part1`` and so on."""
+        parameters = list(inspect.signature(type(self).forward).parameters.values())[1:]
+        names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD and each.name != "backend"]
+        return tuple(names[:count] if len(names) >= count else [f"part{number}" for number in range(count)])
 
     def check_values(self) -> None:
         """Look whether this module's own integers keep the bounds of :mod:`qflash.specification.layers`.
@@ -296,38 +303,63 @@ class PatchEmbedding(Linear):
         return out
 
 
-class LinearGelu(Linear):
-    """A linear layer and GELU, from int8 to int8.
+class LinearActivation(Linear):
+    """A linear layer and an activation, from int8 to int8: :class:`LinearGelu` and its like.
+
+    Its integers are named after the activation: GELU has ``gelu_multiplier`` and ``gelu_offset``, int32 (outputs,), M and B of
+    :func:`.layers.activate`, and ``gelu_shift``, n of it.
 
     Attributes:
-        gelu_multiplier, gelu_offset: int32 (outputs,), M and B of :func:`.layers.gelu_int8`.
-        gelu_shift: its shift.
+        activation: of :data:`.layers.ACTIVATIONS`.
     """
 
-    constants = ("left", "gelu_shift")
-    gelu_multiplier: torch.Tensor
-    gelu_offset: torch.Tensor
+    activation: str
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, "int8")
         self.sizes = {"inputs": inputs, "outputs": outputs}
-        self.gelu_shift = 0
-        self._buffer("gelu_multiplier", (outputs,), torch.int32)
-        self._buffer("gelu_offset", (outputs,), torch.int32)
+        self.constants = ("left", f"{self.activation}_shift")
+        setattr(self, f"{self.activation}_shift", 0)
+        for name in ("multiplier", "offset"):
+            self._buffer(f"{self.activation}_{name}", (outputs,), torch.int32)
+
+    @property
+    def activated(self) -> op.Activation:
+        """What follows the change of unit."""
+        return op.Activation(
+            self.activation, *(getattr(self, f"{self.activation}_{name}") for name in op.Activation._fields[1:])
+        )
 
     def check_values(self) -> None:
         super().check_values()
-        require_within("gelu_multiplier", self.gelu_multiplier, 0, op.MAX_GELU_MULTIPLIER)
-        require_within("gelu_offset", self.gelu_offset, 1 - (1 << 30), (1 << 30) - 1)
-        require_within("gelu_shift", self.gelu_shift, 0, 30)
+        name, multiplier, offset, shift = self.activated
+        require_within(f"{name}_multiplier", multiplier, 0, op.MAX_ACTIVATION_MULTIPLIER)
+        require_within(f"{name}_offset", offset, 1 - (1 << 30), (1 << 30) - 1)
+        require_within(f"{name}_shift", shift, 0, 30)
 
     def forward(self, x: torch.Tensor, backend: str = "auto") -> torch.Tensor:  # type: ignore[override]
         """Return int8 (..., outputs) of int8 (..., inputs)."""
-        out: torch.Tensor = torch.ops.qflash.int8_linear_gelu(
-            x, self.weight, self.bias, self.multiplier, self.left, self.gelu_multiplier, self.gelu_offset, self.gelu_shift,
-            backend,
-        )  # fmt: skip
+        run = getattr(torch.ops.qflash, f"int8_linear_{self.activation}")
+        out: torch.Tensor = run(x, self.weight, self.bias, self.multiplier, self.left, *self.activated[1:], backend)
         return out
+
+
+class LinearGelu(LinearActivation):
+    """With GELU."""
+
+    activation = "gelu"
+
+
+class LinearSilu(LinearActivation):
+    """With SiLU, or QuickGELU in another unit."""
+
+    activation = "silu"
+
+
+class LinearRelu(LinearActivation):
+    """With ReLU."""
+
+    activation = "relu"
 
 
 class LayerNorm(IntegerModule):

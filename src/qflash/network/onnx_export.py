@@ -12,6 +12,7 @@ from typing import Any
 
 from ..scalars import unboxed
 from ..specification.reference import ARITHMETIC_VERSION
+from ..validation import check_flags
 from .export_checks import check_attention, check_path
 from .graph import IntegerNetwork, check_network
 from .onnx_check import INPUT, output_names, self_test
@@ -31,6 +32,7 @@ def export_onnx(
     *,
     batch: int | str = "dynamic",
     external_data_threshold: int = EXTERNAL_DATA_THRESHOLD,
+    inline: bool = False,
 ) -> None:
     """Write a network as an ONNX model from uint8 images to int32 logits whose every operator and tensor is integer.
 
@@ -45,6 +47,8 @@ def export_onnx(
         batch: images in a batch, at least 1, or ``"dynamic"`` to leave that open.
         external_data_threshold: if the tensors have more bytes than that, at most 2e9, they are written to a file beside it,
             named ``path``, 16 digits and ``.data``. Both files then belong together.
+        inline: write all nodes into one graph. False makes a node of each operator of the network, which calls a function that
+            the file holds (domain ``qflash``); OpenVINO knows no functions.
 
     Raises:
         ImportError: the package ``onnx`` is not installed.
@@ -58,6 +62,7 @@ def export_onnx(
 
     check_network(network)
     check_path(path)
+    check_flags(inline=inline)
     batch = unboxed(batch)
     if isinstance(batch, bool) or not isinstance(batch, (int, str)):
         raise TypeError(f"batch must be 'dynamic' or an integer, got {type(batch).__name__}")
@@ -74,6 +79,7 @@ def export_onnx(
     import numpy as np
 
     from .. import __version__
+    from .onnx_functions import add_functions
     from .onnx_graph import Graph, Value
     from .onnx_operators import whole_network
 
@@ -102,6 +108,8 @@ def export_onnx(
             "self_test": self_test(network),
         },
     )
+    if not inline:
+        add_functions(model, graph.spans, frozenset(graph.tables))
     _add_shapes(model)
     _write(model, Path(os.path.realpath(path)), threshold)
 
@@ -125,7 +133,9 @@ def _add_shapes(model: Any) -> None:
         model.graph.output,
         [x for x in model.graph.initializer if x.name not in names],
     )
-    skeleton = helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
+    skeleton = helper.make_model(
+        graph, opset_imports=model.opset_import, ir_version=model.ir_version, functions=list(model.functions)
+    )
     inferred = onnx.shape_inference.infer_shapes(skeleton, check_type=True, strict_mode=True, data_prop=True)
     model.graph.value_info.extend(inferred.graph.value_info)
 

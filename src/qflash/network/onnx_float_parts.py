@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +9,11 @@ import numpy as np
 import torch
 
 from ..specification import layers as op
+from . import activations
 from .float_parts import FloatNode
-from .modules import LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding
+from .modules import LayerNorm, Linear, LinearActivation, Mean, PatchEmbedding
 from .onnx_graph import ZERO_POINT, Graph, Value
+from .operators.gated import Gated
 
 Shape = tuple[int, ...]
 
@@ -25,10 +26,8 @@ def _linear(graph: Graph, node: FloatNode, inputs: Sequence[Value]) -> Value:
     x = graph.node("MatMul", inputs[0], _constant(graph, node.weight.mT.contiguous(), "weight"))
     if node.bias is not None:
         x = graph.node("Add", x, _constant(graph, node.bias, "bias"))
-    if isinstance(node.inner, LinearGelu):
-        half = graph.node("Mul", x, _constant(graph, 0.5, "half"))
-        error = graph.node("Erf", graph.node("Mul", x, _constant(graph, math.sqrt(0.5), "root")))
-        return graph.node("Mul", half, graph.node("Add", error, _constant(graph, 1.0, "one")))
+    if isinstance(node.inner, LinearActivation):
+        return activations.floating_onnx(graph, node.inner.activation, node.slope, x)
     if node.scatter is not None:
         x = graph.take(x, node.scatter.argsort())
     return graph.node("Add", x, inputs[1]) if len(inputs) > 1 else x
@@ -113,6 +112,10 @@ def float_node(graph: Graph, node: FloatNode, inputs: Sequence[Value], shapes: S
         out = _linear(graph, node, floats)
     elif isinstance(node.inner, LayerNorm):
         out = _norm(graph, node, floats[0], shapes[0])
+    elif isinstance(node.inner, Gated):
+        gate, value = graph.split(floats[0], 2)
+        gate = activations.floating_onnx(graph, node.inner.activation, node.slope, gate)
+        out = graph.node("Mul", gate, value)
     else:
         out = _attention(graph, node, floats, shapes)
     if (grid := node.grid(len(inputs))) is None:

@@ -34,6 +34,27 @@ ZERO_POINT = 128
 _UNSIGNED = {np.dtype(np.int8): np.uint8, np.dtype(np.int32): np.uint32, np.dtype(np.int64): np.uint64}
 
 
+class Span(NamedTuple):
+    """The nodes of an operator of the network.
+
+    Attributes:
+        name: of the operator.
+        kind: of it, the function's name.
+        about: what the kind computes.
+        choices: what operators of one function have in common.
+        start, end: of its nodes among the graph's.
+        inputs: how it calls its inputs.
+    """
+
+    name: str
+    kind: str
+    about: str
+    choices: str
+    start: int
+    end: int
+    inputs: tuple[str, ...]
+
+
 class Value(NamedTuple):
     """A tensor of the graph."""
 
@@ -54,12 +75,18 @@ class Graph:
         self._initializers: list[onnx.TensorProto] = []
         self._scopes: list[str] = []
         self._count = 0
+        self.spans: list[Span] = []
+        self.tables: set[str] = set()
 
     @contextlib.contextmanager
-    def scope(self, name: str) -> Iterator[None]:
-        """Put a module's name before the names of what is made inside."""
+    def scope(
+        self, name: str, kind: str = "", about: str = "", choices: str = "", inputs: tuple[str, ...] = ()
+    ) -> Iterator[None]:
+        """Put a module's name before the names of what is made inside, and note its nodes as a :class:`Span`."""
         self._scopes.append(name)
+        start = len(self._nodes)
         yield
+        self.spans.append(Span(name, kind, about, choices, start, len(self._nodes), inputs))
         self._scopes.pop()
 
     def _name(self, what: str) -> str:
@@ -77,6 +104,12 @@ class Graph:
             self._initializers.append(numpy_helper.from_array(array, value.name))
             self._constants[key] = value
         return self._constants[key]
+
+    def table(self, values: Sequence[int] | np.ndarray | torch.Tensor, dtype: Any, name: str) -> Value:
+        """Return a constant that belongs to what an operator computes, not to its weights."""
+        value = self.constant(values, dtype, name)
+        self.tables.add(value.name)
+        return value
 
     def node(self, operator: str, *inputs: Value, dtype: Any = None, **attributes: Any) -> Value:
         """Add a node of one output, which has the first input's type unless it is given."""
@@ -143,27 +176,28 @@ class Graph:
             raise OverflowError(f"a number up to {bound} does not fit {x.dtype}")
         least, most = int(np.min(shift)), int(np.max(shift))
         result = np.int32 if (bound >> least) + abs(after) < 1 << 31 else np.int64
-        if not most:
-            x = self.add(x, before) if np.any(before) else x
-            out = self.cast(x, result)
+        by = self.constant(np.asarray(shift, dtype=np.uint64), unsigned, "shift") if most else None
+
+        def added(number: int | np.ndarray) -> Value:
+            return self.add(x, self.constant(number, x.dtype, "bias")) if np.any(number) else x
+
+        if by is None:
+            out = self.cast(added(before), result)
             return self.add(out, after) if after else out
         if bits == 64 and most <= 32 and result is np.int32:
             # the low 32 bits of the result are those of a logical shift
-            x = self.add(x, before) if np.any(before) else x
-            out = self.cast(self.shift_unsigned(self.cast(x, unsigned), shift), result)
+            out = self.cast(self.shift_unsigned(self.cast(added(before), unsigned), by), result)
             return self.add(out, after) if after else out
-        shifts = np.asarray(shift, dtype=np.uint64)
         offset = 1 << max(bound.bit_length(), most)
         if offset + bound < 1 << (bits - 1):
-            x = self.cast(self.add(x, np.asarray(before, dtype=np.int64) + offset), unsigned)
+            x = self.cast(added(np.asarray(before, dtype=np.int64) + offset), unsigned)
         else:
             offset = 1 << (bits - 1)
-            x = self.add(x, before) if np.any(before) else x
-            x = self.node("BitwiseXor", self.cast(x, unsigned), self.constant(np.uint64(offset), unsigned))
+            x = self.node("BitwiseXor", self.cast(added(before), unsigned), self.constant(np.uint64(offset), unsigned))
         if (offset + bound) >> least >= 1 << 31:
             result = np.int64
-        back = (np.uint64(offset) >> shifts).astype(np.int64) - after
-        return self.subtract(self.cast(self.shift_unsigned(x, shifts), result), back)
+        back = (np.uint64(offset) >> np.asarray(shift, dtype=np.uint64)).astype(np.int64) - after
+        return self.subtract(self.cast(self.shift_unsigned(x, by), result), self.constant(back, result, "back"))
 
     def round_shift(self, x: Value, shift: int, bound: int, before: int | np.ndarray = 0, after: int = 0) -> Value:
         """Return :meth:`shift_right` by ``shift >= 1``, rounded half up: ``((x + before + half) >> shift) + after``.
@@ -198,7 +232,7 @@ class Graph:
             x: (..., 1), int32 or int64.
             most: bits.
         """
-        powers = self.constant(np.left_shift(np.int64(1), np.arange(most, dtype=np.int64)), x.dtype)
+        powers = self.table(np.left_shift(np.int64(1), np.arange(most, dtype=np.int64)), x.dtype, "powers_of_two")
         return self.reduce("ReduceSum", self.cast(self.node("GreaterOrEqual", x, powers, dtype=np.bool_), np.int32), -1)
 
     def gather(self, table: Value, index: Value, axis: int = 0) -> Value:

@@ -17,9 +17,23 @@ import torch
 from ..specification import fixed_point as fp
 from ..specification import layers as op
 from ..specification.recipe import Recipe
+from . import activations
 from .float_parts import FloatNode
 from .graph import IMAGES, IntegerNetwork
-from .modules import Attention, First, Join, LayerNorm, Linear, LinearGelu, Mean, OwnForms, PatchEmbedding, WideLinear, Widen
+from .modules import (
+    Attention,
+    First,
+    IntegerModule,
+    Join,
+    LayerNorm,
+    Linear,
+    LinearActivation,
+    Mean,
+    OwnForms,
+    PatchEmbedding,
+    WideLinear,
+    Widen,
+)
 from .onnx_float_parts import float_node
 from .onnx_graph import ZERO_POINT, Graph, Value
 
@@ -60,7 +74,8 @@ def _rescale(
     wide, offset = factor << left, factor * _array(bias).astype(np.int64) + (1 << 31)
     # Python's integers: bounds of untrained networks may be beyond 64 bits
     most = max(int(a) * int(b) + abs(int(c)) for a, b, c in zip(bound, wide, offset, strict=True))
-    return graph.shift_right(graph.multiply(sums, wide, np.int64), 32, most, offset, after)
+    product = graph.multiply(sums, graph.constant(wide, np.int64, "multiplier"), np.int64)
+    return graph.shift_right(product, 32, most, offset, after)
 
 
 def _wide_product(graph: Graph, x: Value, weight: Value) -> Value:
@@ -78,22 +93,19 @@ def linear(graph: Graph, module: Linear, x: Value, residual: Value | None = None
     sums = _wide_product(graph, x, weight) if isinstance(module, WideLinear) else graph.matmul(x, weight)
     bound = _array(module.weight.to(torch.int64).abs().sum(dim=1) * module.largest_input)
     change = bound, module.left, module.bias, module.multiplier
-    if isinstance(module, LinearGelu):
-        return _gelu(graph, module, _rescale(graph, sums, *change))
+    if isinstance(module, LinearActivation):
+        return _activated(graph, module.activated, _rescale(graph, sums, *change))
     out = _rescale(graph, sums, *change, _after(module.dtype))
     return _saturated(graph, out if residual is None else graph.add(out, residual, np.int32), module.dtype)
 
 
-def _gelu(graph: Graph, module: LinearGelu, u: Value) -> Value:
-    """Write :func:`.layers.gelu_int8`, the tail of GELU as a table."""
-    u = graph.cast(u, np.int32)
-    table = -op.gelu(-torch.arange(op.GELU_END + 1, dtype=torch.int64, device="cpu"))
-    tail = graph.gather(graph.constant(table, np.int32, "gelu_tail"), graph.minimum(graph.node("Abs", u), op.GELU_END))
-    value = graph.subtract(graph.clip(u, 0, op.GELU_LIMIT), tail)
-    multiplier, offset = _array(module.gelu_multiplier), _array(module.gelu_offset)
-    bound = int((multiplier.astype(np.int64) * (op.GELU_LIMIT + 1) + np.abs(offset.astype(np.int64))).max())
-    wide = graph.multiply(value, multiplier)
-    out = graph.shift_right(wide, module.gelu_shift, min(bound, (1 << 31) - 1), offset, ZERO_POINT)
+def _activated(graph: Graph, by: op.Activation, u: Value) -> Value:
+    """Write :func:`.layers.activate`."""
+    value = activations.onnx(graph, by.name, graph.cast(u, np.int32))
+    multiplier, offset = _array(by.multiplier), _array(by.offset)
+    bound = int((multiplier.astype(np.int64) * (op.ACTIVATION_LIMIT + 1) + np.abs(offset.astype(np.int64))).max())
+    wide = graph.multiply(value, graph.constant(multiplier, np.int32, "activation_multiplier"))
+    out = graph.shift_right(wide, by.shift, min(bound, (1 << 31) - 1), offset, ZERO_POINT)
     return _saturated(graph, out, torch.int8)
 
 
@@ -116,7 +128,8 @@ def _normalise(graph: Graph, h: Value, channels: int, epsilon: int) -> Value:
     total = graph.reduce("ReduceSum", h, -1)
     middle = graph.shift_right(graph.multiply(total, by.inverse, np.int64), by.bits, 1 << 58, 1 << (by.bits - 1))
     difference = graph.cast(graph.subtract(graph.multiply(h, 4), middle), np.int64)
-    variance = graph.add(graph.reduce("ReduceSum", graph.multiply(difference, difference), -1), epsilon)
+    squares = graph.reduce("ReduceSum", graph.multiply(difference, difference), -1)
+    variance = graph.add(squares, graph.constant(epsilon, np.int64, "epsilon"))
     bits = graph.bit_length(variance, _VARIANCE_BITS)
 
     half = (np.arange(_VARIANCE_BITS + 1, dtype=np.int64) - 29) >> 1
@@ -125,7 +138,7 @@ def _normalise(graph: Graph, h: Value, channels: int, epsilon: int) -> Value:
     left = np.clip(8 - half - by.shift, -5, 25)
 
     def of_bits(table: np.ndarray, dtype: Any) -> Value:
-        return graph.gather(graph.constant(table, dtype, "of_bit_length"), bits)
+        return graph.gather(graph.table(table, dtype, "of_bit_length"), bits)
 
     v = graph.shift_unsigned(graph.cast(variance, np.uint64), of_bits(up, np.uint64), "LEFT")
     v = graph.maximum(graph.cast(graph.shift_unsigned(v, of_bits(down, np.uint64)), np.int64), 1 << 28)
@@ -140,7 +153,7 @@ def layer_norm(graph: Graph, module: LayerNorm, h: Value) -> Value:
     gain, offset = _array(module.gain).astype(np.int64), _array(module.offset).astype(np.int64)
     n = _normalise(graph, h, gain.size, module.epsilon)
     # both roundings down, of the product and of what follows, are one of their sum
-    product = graph.multiply(n, gain, np.int64)
+    product = graph.multiply(n, graph.constant(gain, np.int64, "gain"), np.int64)
     bound = (int(np.abs(gain).max()) << 26) + ((int(np.abs(offset).max()) + 1) << 28)
     out = graph.round_shift(product, 28 + module.shift, bound, (offset << 28) + (1 << 27), _after(module.dtype))
     return _saturated(graph, out, module.dtype)
@@ -174,7 +187,7 @@ def _scores(graph: Graph, module: Attention, recipe: Recipe, query: Value, key: 
     """Return the exponents t, int32 (..., heads, queries, keys), and their fraction bits (heads, 1, 1)."""
     multiplier, fraction_bits = module.score_multiplier()
     offset, _, _ = fp.probability_constants(recipe.exponential, recipe.probability_bits)
-    products = graph.multiply(graph.matmul(query, key), multiplier[0])
+    products = graph.multiply(graph.matmul(query, key), graph.constant(multiplier[0], np.int32, "score_multiplier"))
     if module.bias is not None:
         drop = (fraction_bits - fp.BIAS_FRACTION_BITS).clamp(min=0)
         fraction_bits = fraction_bits - drop
@@ -184,7 +197,7 @@ def _scores(graph: Graph, module: Attention, recipe: Recipe, query: Value, key: 
         products = graph.shift_right(products, _array(drop[0]), (1 << 30) - 1)
         products = graph.add(products, _window_bias(graph, bias >> (fp.BIAS_FRACTION_BITS - fraction_bits)))
     start = fp.exponent_offset(offset, fraction_bits)[0]
-    most = graph.add(graph.row_maximum(products), start)
+    most = graph.add(graph.row_maximum(products), graph.constant(start, np.int32, "start"))
     return graph.subtract(most, products), _array(fraction_bits[0])
 
 
@@ -198,7 +211,7 @@ def _window_bias(graph: Graph, bias: torch.Tensor) -> Value:
 
 def _twice_mean(graph: Graph, value: Value, keys: int) -> Value:
     """Write :func:`qflash.specification.fixed_point.twice_mean` over the keys, int32 (..., heads, 1, channels)."""
-    sums = graph.matmul(graph.constant(np.ones((1, keys)), np.uint8), value, x_zero=0)
+    sums = graph.matmul(graph.table(np.ones((1, keys)), np.uint8, "ones"), value, x_zero=0)
     wide = graph.multiply(sums, fp.inverse_count(keys) << 3, np.int64)
     return graph.cast(graph.round_shift(wide, 33, (128 * keys * fp.inverse_count(keys)) << 3), np.int32)
 
@@ -206,7 +219,7 @@ def _twice_mean(graph: Graph, value: Value, keys: int) -> Value:
 def _row_inverse(graph: Graph, denominator: Value) -> tuple[Value, Value]:
     """Write :func:`qflash.specification.fixed_point.row_inverse` of an int32 that is positive: bits, int32, and x, int64."""
     bits = graph.bit_length(denominator, 31)
-    powers = graph.constant(1 << (31 - np.arange(32, dtype=np.int64)), np.int64, "of_bit_length")
+    powers = graph.table(1 << (31 - np.arange(32, dtype=np.int64)), np.int64, "of_bit_length")
     divisor = graph.multiply(denominator, graph.gather(powers, bits), np.int64)
     x = graph.subtract(graph.constant(fp.RECIPROCAL_START, np.int64), graph.multiply_round(divisor, fp.RECIPROCAL_SLOPE))
     for _ in range(3):
@@ -245,17 +258,17 @@ def attention(graph: Graph, module: Attention, parts: Sequence[Value], shapes: S
     table = _probability_table(recipe, exact)
     # octaves and the top 8 fraction bits; what lies behind the table is 0
     last = table.size - 1
-    t = graph.minimum(t, ((last + 255) >> 8) << fraction_bits)
+    t = graph.minimum(t, graph.constant(((last + 255) >> 8) << fraction_bits, np.int32, "last"))
     up, down = np.maximum(8 - fraction_bits, 0), np.maximum(fraction_bits - 8, 0)
-    t = graph.multiply(t, 1 << up) if up.any() else t
-    index = graph.cast(graph.shift_unsigned(graph.cast(t, np.uint32), down), np.int32)
-    w = graph.gather(graph.constant(table, np.int32 if exact else np.uint8, "probability"), graph.minimum(index, last))
+    t = graph.multiply(t, graph.constant(1 << up, np.int32, "scale")) if up.any() else t
+    index = graph.cast(graph.shift_unsigned(graph.cast(t, np.uint32), graph.constant(down, np.uint32, "shift")), np.int32)
+    w = graph.gather(graph.table(table, np.int32 if exact else np.uint8, "probability"), graph.minimum(index, last))
     p = w
     if exact:
         wide = graph.cast(graph.add(w, 1 << (fp.FINE_BITS - 1)), np.uint32)
         p = graph.cast(graph.shift_unsigned(wide, fp.FINE_BITS), np.uint8)
     numerator = graph.matmul(p, value, x_zero=0)
-    denominator = graph.matmul(p, graph.constant(np.ones((tokens, 1)), np.uint8), x_zero=0, y_zero=0)
+    denominator = graph.matmul(p, graph.table(np.ones((tokens, 1)), np.uint8, "ones"), x_zero=0, y_zero=0)
     if exact:
         rounded = graph.multiply(denominator, 1 << fp.FINE_BITS)
         total = graph.maximum(graph.reduce("ReduceSum", w, -1), rounded)
@@ -271,10 +284,10 @@ def _finish(graph: Graph, module: Attention, numerator: Value, denominator: Valu
     """Write :func:`qflash.specification.reference._finish` to int8: uint8 (..., heads, queries, channels)."""
     multiplier, shift = fp.output_multiplier(*(x.view(torch.float32)[0] for x in (module.value_scale, module.output_scale)))
     bits, inverse = _row_inverse(graph, denominator)
-    fall = graph.gather(graph.constant(np.maximum(np.arange(32) - fine_bits, 0), np.uint64, "of_bit_length"), bits)
+    fall = graph.gather(graph.table(np.maximum(np.arange(32) - fine_bits, 0), np.uint64, "of_bit_length"), bits)
     raised = graph.cast(graph.multiply(numerator, 1 << 24, np.int64), np.uint64)
     scaled = graph.cast(graph.shift_unsigned(raised, fall), np.int32)
-    row = graph.multiply_round(inverse, multiplier)
+    row = graph.multiply_round(inverse, graph.constant(multiplier, np.int64, "output_ratio"))
     # round_shift by the channel's shift, which may be 0, in one with the high half
     shifts = _array(shift)
     half = np.where(shifts > 0, np.left_shift(np.int64(1), 31 + shifts), 0)
@@ -353,14 +366,31 @@ def node(graph: Graph, module: Any, inputs: Sequence[Value], shapes: Sequence[Sh
     return x if module.token is None else graph.gather(x, graph.constant(module.token, np.int64), axis=1)
 
 
+def _kind(part: IntegerModule, inputs: int) -> str:
+    """Return what a function for an operator is called."""
+    name = type(part).__name__
+    if isinstance(part, FloatNode):
+        return f"Float{type(part.inner).__name__}"
+    return "LinearResidual" if type(part) is Linear and inputs > 1 else "Embed" if name == "PatchEmbedding" else name
+
+
+def _about(part: IntegerModule) -> str:
+    """Return the documentation of a function for an operator."""
+    summary = (type(part).__doc__ or "").strip().splitlines()[0]
+    return (
+        f"{summary} Activations of int8 are uint8 with a zero point of 128, the residual stream of int16 is int32. "
+        "Equations and units: docs/integer_network.md of QFlash."
+    )
+
+
 def whole_network(graph: Graph, network: IntegerNetwork, images: Value) -> dict[str, Value]:
     """Write a network; return its int32 outputs by name."""
     shapes = network.shapes()
     values = {IMAGES: images}
     for each in network.nodes:
-        with graph.scope(each.name):
-            inputs = [values[name] for name in each.inputs]
-            values[each.name] = node(
-                graph, network.part(each.name), inputs, [shapes[name] for name in each.inputs], network.image
-            )
+        part, inputs = network.part(each.name), [values[name] for name in each.inputs]
+        # a product takes weights of any size; other operators have numbers inside that follow from their sizes
+        choices = "" if isinstance(part, Linear) else repr(part.sizes)
+        with graph.scope(each.name, _kind(part, len(inputs)), _about(part), choices, part.input_names(len(inputs))):
+            values[each.name] = node(graph, part, inputs, [shapes[name] for name in each.inputs], network.image)
     return {name: values[made] for name, made in network.outputs.items()}

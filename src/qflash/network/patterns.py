@@ -1,9 +1,9 @@
 """From captured operations to the nodes of an integer network: which operator computes what, and on which grid.
 
-The grammar is that of pre-norm transformers: ``norm, linear(s), attention, linear, +`` and ``norm, linear, GELU, linear, +`` on
-an int16 residual stream, patches before it, and a normalisation, a mean over tokens and a head behind it, in any order that the
-operators allow. An operation that fits nowhere is refused by name. Each rule makes an empty module with the sizes it needs, and
-leaves a function that fills it in from the ranges of a calibration (:mod:`.conversion` has the numerics).
+The grammar is that of pre-norm transformers: ``norm, linear(s), attention, linear, +`` and ``norm, linear, activation, linear,
++`` on an int16 residual stream, patches before it, and a normalisation, a mean over tokens and a head behind it, in any order
+that the operators allow. An operation that fits nowhere is refused by name. Each rule makes an empty module with the sizes it
+needs, and leaves a function that fills it in from the ranges of a calibration (:mod:`.conversion` has the numerics).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..specification.layers import ACTIVATIONS
 from ..specification.quantization import bias_to_fixed
 from ..specification.recipe import Recipe
 from . import conversion as cv
@@ -25,7 +26,10 @@ from .conversion import Grid, Range
 from .float_parts import FloatTwin
 from .graph import IMAGES, IntegerNetwork, Node
 from .matrix import Matrix
-from .modules import Attention, First, Join, LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding, WideLinear, Widen
+from .modules import Attention, First, Join, LayerNorm, Linear, Mean, PatchEmbedding, WideLinear, Widen
+from .operators import WITH_ACTIVATION
+from .operators.gated import Gated
+from .operators.tokens import Tokens
 
 Ranges = dict[fx.Node, Range]
 """What calibration saw, by node of the traced graph."""
@@ -330,9 +334,11 @@ class Lowering:
             UnsupportedError: an operation fits into no pattern.
         """
         for operation in self.captured.operations:
-            if operation.kind not in ("images", "join", "unrotate"):
+            if operation.kind in ACTIVATIONS:
+                self.lower_activation(operation)
+            elif operation.kind not in ("images", "join", "unrotate"):
                 getattr(self, f"lower_{operation.kind}")(operation)
-        ends = {output.name: self.lower_output(output) for output in self.captured.outputs}
+        ends = {output.name: self.arranged(output, self.lower_output(output)) for output in self.captured.outputs}
         return IntegerNetwork(self.nodes, self.modules, self.image, self.recipe, ends)
 
     def lower_norm(self, operation: Operation) -> None:
@@ -460,8 +466,10 @@ class Lowering:
 
         return name, fill_token
 
-    def lower_gelu(self, operation: Operation) -> None:
-        """norm, linear, GELU: the first half of an MLP."""
+    def lower_activation(self, operation: Operation) -> None:
+        """norm, linear, activation: the first half of an MLP."""
+        if self.kinds_behind(operation) == {"product"}:
+            return  # where it is used
         rows = rows_of(operation.inputs[0], operation)
         first = rows.source
         if (
@@ -477,16 +485,85 @@ class Lowering:
             raise _refuse(operation, "it stands before something else than one linear layer")
         matrix = first.matrix
         name, grid_of = self.take(rows_of(first.inputs[0], first), first, first.seen[0], matrix, "fc1")
-        module = LinearGelu(matrix.shape[1], matrix.shape[0])
+        module = WITH_ACTIVATION[operation.kind](matrix.shape[1], matrix.shape[0])
         node = self.values[id(operation)] = self.add(first.name or "fc1", module, name)
         self.references[node] = _whole(operation), None
-        self.twins[node] = FloatTwin(matrix, first.bias)
+        self.twins[node] = FloatTwin(matrix, first.bias, slope=operation.slope)
         self.watch(second.seen[0])
         after, _ = self.scaled(second)
 
         def fill(ranges: Ranges) -> None:
-            cv.fill_linear(module, matrix.make(), first.bias, *grid_of(ranges), cv.op.GELU_UNIT)
-            self.grids[node] = cv.gelu_steps(module, ranges[second.seen[0]], after.make())
+            made = ranges[second.seen[0]]
+            unit = cv.activation_unit(operation.kind, operation.slope, made)
+            cv.fill_linear(module, matrix.make(), first.bias, *grid_of(ranges), unit)
+            self.grids[node] = cv.activation_steps(module, unit, made, after.make())
+
+        self.fillers.append(fill)
+
+    def lower_product(self, operation: Operation) -> None:
+        """norm, linear layer(s), activation of some channels times others: the first half of a gated MLP."""
+        gates = rows_of(operation.inputs[0], operation)
+        activation = gates.source
+        parts = [rows_of(activation.inputs[0], operation), rows_of(operation.inputs[1], operation)]
+        plain = [gates, *parts]
+        if any(each.term is not None or each.factor is not None for each in plain) or not gates.is_whole:
+            raise _refuse(operation, "constants stand between its linear layers and it, or it takes some rows of them")
+        linears = [part.source for part in parts]
+        tables = [rows_of(each.inputs[0], each) for each in linears if each.kind == "linear"]
+        if len(tables) != 2 or tables[0].source is not tables[1].source or not _same_rows(tables):
+            raise _refuse(operation, "gate and value are not linear layers of the same tokens")
+        whole = counted(operation.rows // BATCH)[:, None]
+        if any(not torch.equal(part.table, whole) for part in parts):
+            raise _refuse(operation, "tokens are rearranged between its linear layers and it")
+        if {id(user) for each in linears for user, _ in self.users[id(each)]} != {id(activation), id(operation)} or len(
+            self.users[id(activation)]
+        ) != 1:
+            raise _refuse(operation, "gate or value are used elsewhere, too")
+        kinds = self.kinds_behind(operation)
+        if len(self.users[id(operation)]) != 1 or kinds not in ({"linear"}, {"norm"}):
+            raise _refuse(operation, f"it stands before {', '.join(sorted(kinds)) or 'nothing'}, not one layer")
+        matrices = [
+            each.matrix.rows(part.columns) for each, part in zip(linears, parts, strict=True) if each.matrix is not None
+        ]
+        matrix, bias = Matrix.join(matrices, 0), None
+        if any(each.bias is not None for each in linears):
+            zeros = torch.zeros(operation.channels, dtype=torch.float64, device="cpu")
+            bias = torch.cat(
+                [zeros if each.bias is None else each.bias[part.columns] for each, part in zip(linears, parts, strict=True)]
+            )
+        behind = self.users[id(operation)][0][0]
+        prefix = operation.name or "mlp"
+        source, grid_of = self.take(tables[0], operation, linears[0].seen[0], matrix, "fc1")
+        both = Linear(matrix.shape[1], matrix.shape[0], "int16")
+        layer = self.add(
+            linears[0].name if linears[0] is linears[1] and linears[0].name else f"{prefix}.gate_value", both, source
+        )
+        self.twins[layer] = FloatTwin(matrix, bias)
+        module = Gated(operation.channels, "int8" if behind.kind == "linear" else "int16", activation.kind)
+        node = self.add(f"{prefix}.product", module, layer)
+        self.twins[node] = FloatTwin(slope=activation.slope)
+        self.watch(activation.node, operation.seen[1])
+        group = after = None
+        if behind.kind == "norm":
+            group = self.group()
+            self.streams[(id(operation),)] = self.begin(node, _whole(operation), group)
+            self.see(group, operation.node)
+        else:
+            self.values[id(operation)] = node
+            self.references[node] = _whole(operation), None
+            self.watch(behind.seen[0])
+            after, _ = self.scaled(behind)
+
+        def fill(ranges: Ranges) -> None:
+            units = cv.gated_units(activation.kind, activation.slope, ranges[activation.node], ranges[operation.seen[1]])
+            steps = torch.cat((torch.full_like(units.value, units.gate), units.value))
+            cv.fill_linear(both, matrix.make(), bias, *grid_of(ranges), steps)
+            self.grids[layer] = Grid(steps, torch.zeros_like(steps))
+            if after is not None:
+                made = ranges[behind.seen[0]]
+                self.grids[node] = cv.finish_gated(module, units, cv.SPREADS["fc2"].steps(made.half, after.make()), made.middle)
+            elif group is not None:
+                cv.finish_gated(module, units, torch.full_like(units.value, group.unit), torch.zeros_like(units.value))
 
         self.fillers.append(fill)
 
@@ -510,7 +587,9 @@ class Lowering:
 
     def lower_linear(self, operation: Operation) -> None:
         kinds = self.kinds_behind(operation)
-        if operation.inputs[0].source.kind == "images" or kinds in ({"gelu"}, {"attention"}, {"add"}, {"output"}):
+        alone = len(kinds) == 1 and kinds <= {*ACTIVATIONS, "product", "attention", "add", "output"}
+        gates = "product" in kinds and kinds <= {*ACTIVATIONS, "product"}
+        if alone or gates or operation.inputs[0].source.kind == "images":
             return  # where it is used
         behind = {kind for user, _ in self.users[id(operation)] if user.kind == "norm" for kind in self.kinds_behind(user)}
         if kinds <= {"norm", "attention"} and behind == {"attention"}:
@@ -841,6 +920,15 @@ class Lowering:
         self.fillers.append(lambda ranges: self.scales.__setitem__(name, stream.group.unit))
         return name
 
+    def arranged(self, output: Output, node: str) -> str:
+        """Return the node with the tokens of an output, of the one with all."""
+        if (tokens := output.arrangement) is None:
+            return node
+        made = Tokens(tokens.first, tokens.count, tokens.shape, tokens.channels_first)
+        name = self.add(output.name, made, node)
+        self.fillers.append(lambda ranges: self.scales.__setitem__(name, self.scales[node]))
+        return name
+
     def unrotate(self, operation: Operation) -> str:
         """Add what rotates an output back: the stream, or what a normalisation behind it computes, in int16."""
         view, seen, matrix = operation.inputs[0], operation.seen[0], operation.matrix
@@ -998,6 +1086,16 @@ def _norm_module(channels: int, dtype: str, gather: torch.Tensor | None, single:
 
 def _whole(operation: Operation) -> View:
     return View(operation, (BATCH, operation.rows // BATCH, operation.channels))
+
+
+def _same_rows(parts: Sequence[Rows]) -> bool:
+    """Whether views are of the same rows, with the same constants."""
+    first = parts[0]
+    return all(
+        torch.equal(part.table, first.table) and torch.equal(part.columns, first.columns)
+        and _same(part.factor, first.factor) and _same(part.term, first.term)
+        for part in parts
+    )  # fmt: skip
 
 
 def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..integrations.images import ImageTransform, image_transform, is_image, pixels_of
 from ..integrations.inspection import listed
 from ..specification.recipe import Recipe, resolve_recipe
 from .calibration import Calibration, check_method, progress_bar
@@ -18,6 +20,7 @@ from .checks import check_captured, check_rotated, is_constant, judge
 from .execution import check_images
 from .float_parts import kept_nodes, with_float_parts
 from .graph import IntegerNetwork
+from .outputs import OutputsOf
 from .patterns import Lowering
 from .rotation import rotate_streams
 
@@ -72,20 +75,29 @@ def find_statistics(
     return found[0], found[1]
 
 
-def _images_of(batch: Any) -> Any:
-    """Return the images of a batch as data loaders give it."""
+def _images_of(batch: Any, of_images: Callable[[Sequence[Any]], torch.Tensor]) -> Any:
+    """Return the images of a batch as data loaders give it; ``of_images`` turns images of PIL into a tensor."""
     if isinstance(batch, Mapping):
         found = [x for x in batch.values() if isinstance(x, torch.Tensor) and x.dtype == torch.uint8 and x.dim() == 4]
         if len(found) != 1:
+            pixels = batch.get("pixel_values")
+            advice = ""
+            if isinstance(pixels, torch.Tensor) and pixels.is_floating_point():
+                advice = "; qflash.image_transform(processor) makes uint8 images, or do_rescale=False, do_normalize=False"
             raise TypeError(
                 "a batch that is a dictionary must hold one uint8 tensor (batch, channels, height, width), got entries "
-                f"{', '.join(f'{key!r} of {_described(x)}' for key, x in batch.items()) or 'none'}"
+                f"{', '.join(f'{key!r} of {_described(x)}' for key, x in batch.items()) or 'none'}{advice}"
             )
         return found[0]
+    if is_image(batch):
+        return of_images([batch])
     if isinstance(batch, (tuple, list)):
         if not batch:
             raise TypeError("a batch must be uint8 images or begin with them, got an empty one")
-        return batch[0]
+        if all(map(is_image, batch)):
+            return of_images(batch)
+        # a list of PIL images and their labels
+        return _images_of(batch[0], of_images) if isinstance(batch[0], (list, tuple)) or is_image(batch[0]) else batch[0]
     return batch
 
 
@@ -93,7 +105,7 @@ def _described(x: Any) -> str:
     return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
 
 
-def _stream(batches: Iterable[Any], device: torch.device) -> Iterator[torch.Tensor]:
+def _stream(batches: Iterable[Any], device: torch.device, model: nn.Module) -> Iterator[torch.Tensor]:
     """Yield the images of batches that hold any, on a device; all have the size of the first.
 
     Raises:
@@ -105,8 +117,16 @@ def _stream(batches: Iterable[Any], device: torch.device) -> Iterator[torch.Tens
             "for one batch"
         )
     size: tuple[int, ...] | None = None
+
+    @functools.cache
+    def transform() -> ImageTransform | None:
+        return image_transform(model) if "input_size" in (getattr(model, "pretrained_cfg", None) or {}) else None
+
+    def of_images(images: Sequence[Any]) -> torch.Tensor:
+        return pixels_of(images, transform())
+
     for batch in batches:
-        images = _images_of(batch)
+        images = _images_of(batch, of_images)
         if size is None:
             size = tuple(images.shape[1:]) if isinstance(images, torch.Tensor) and images.dim() == 4 else (3, 0, 0)
         check_images(images, size[0], (size[1], size[2]))
@@ -188,7 +208,7 @@ def quantize_model(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     keep_float: Sequence[str] = (),
-    outputs: Sequence[str] | None = None,
+    outputs: Sequence[str] | OutputsOf | None = None,
     progress: bool = True,
     min_sqnr: float | None = 10.0,
 ) -> IntegerNetwork:
@@ -207,7 +227,9 @@ def quantize_model(
             what counts is what it computes, which ``torch.export`` traces. It is not changed.
         calibration_batches: a list or another iterable of batches, which is gone through once. A batch is uint8 images (batch,
             channels, height, width), 0 to 255, or a tuple that begins with them, or a dictionary with them as its only such
-            tensor. 32 to 64 images are enough; they have to differ.
+            tensor (``pixel_values``). Images of PIL are taken, too, one or a list in the place of the tensor: a model of timm
+            has them resized and cropped as its ``pretrained_cfg`` says, other models need them of one size
+            (:func:`qflash.image_transform`). 32 to 64 images are enough; they have to differ.
         recipe: of attention (exponential, probabilities, row sum); scales are static whatever it says of granularity.
         method: how a channel's range is found: ``"minmax"``, ``"percentile"`` or ``"mse"``. Vision transformers have a few
             massive activations that carry the result: clipping them, as the last two do, mostly costs accuracy.
@@ -215,8 +237,12 @@ def quantize_model(
         mean, std: of the image channels, of pixels in [0, 1]; the model's ``pretrained_cfg`` if None.
         keep_float: names of submodules, or of nodes, that compute in floating point: ``"blocks.3.attn"``, ``"blocks.3"``,
             ``"head"``.
-        outputs: names of the outputs that are wanted, of a model that returns several; ``"logits"`` if there are such,
-            otherwise all. A network of several returns a dictionary.
+        outputs: what is wanted; a network of several returns a dictionary. None: ``"logits"`` of a model that returns them,
+            otherwise all that it returns. A list of names: of what the model returns; of submodules, whose output it is
+            (``"blocks.3"``); ``"tokens"``, ``"features"`` and ``"logits"`` of models of timm and transformers;
+            ``"hidden_states.3"`` of transformers. Or a function of model and images that returns a tensor, a tuple or a
+            dictionary: ``lambda model, x: model.forward_intermediates(x, [3, 11])``. ``docs/integer_network.md`` has the
+            shapes.
         progress: show a bar.
         min_sqnr: least signal-to-quantisation-noise ratio of the output in dB; None accepts any. Below 20 dB there is a
             UserWarning in any case, and where the integer network gives all images the same output.
@@ -236,7 +262,7 @@ def quantize_model(
         raise ValueError(f"min_sqnr must be a finite number of dB or None, got {min_sqnr!r}")
     _check_weights(model)
     parameter = next(model.parameters())
-    stream = _stream(calibration_batches, parameter.device)
+    stream = _stream(calibration_batches, parameter.device, model)
     judged, begun, held_out = _begin(stream)
     channels, height, width = judged.shape[1:]
     image = (channels, height, width)

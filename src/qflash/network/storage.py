@@ -102,11 +102,27 @@ def _read_quality(network: IntegerNetwork, found: Any) -> None:
     network.quality = Quality.from_header(found)
 
 
+_ABOUT = {"name": str, "labels": list, "images": dict}
+
+
+def _check_about(found: Any) -> Any:
+    _check_names("about", found, (), _ABOUT)
+    for name, value in found.items():
+        if type(value) is not _ABOUT[name] or (name == "labels" and not all(type(x) is str for x in value)):
+            raise ValueError(f"{name} of about must be a {_ABOUT[name].__name__}, labels of strings, is {_shown(value)}")
+    return found
+
+
+def _read_about(network: IntegerNetwork, found: Any) -> None:
+    network.about = _check_about(found)
+
+
 ENTRIES: dict[str, HeaderEntry] = {
     "constants": HeaderEntry(_write_constants, _read_constants),
     "scales": HeaderEntry(lambda network: network.scales, _read_scales),
     "units": HeaderEntry(lambda network: list(network.units), _read_units),
     "quality": HeaderEntry(_write_quality, _read_quality, required=False),
+    "about": HeaderEntry(lambda network: _check_about(network.about) or None, _read_about, required=False),
 }
 """By their names in the header. A new one that older files lack is not required."""
 _MADE_OF = ("version", "arithmetic_version", "image", "recipe", "nodes", "outputs")

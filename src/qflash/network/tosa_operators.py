@@ -18,8 +18,21 @@ import torch
 from ..specification import fixed_point as fp
 from ..specification import layers as op
 from ..specification.recipe import Recipe
+from . import activations
 from .graph import IMAGES, IntegerNetwork
-from .modules import Attention, First, Join, LayerNorm, Linear, LinearGelu, Mean, OwnForms, PatchEmbedding, WideLinear, Widen
+from .modules import (
+    Attention,
+    First,
+    Join,
+    LayerNorm,
+    Linear,
+    LinearActivation,
+    Mean,
+    OwnForms,
+    PatchEmbedding,
+    WideLinear,
+    Widen,
+)
 from .tosa_graph import Graph, Value
 
 Shape = tuple[int, ...]
@@ -95,31 +108,25 @@ def _products(graph: Graph, module: Linear, x: Value) -> tuple[Value, int]:
 
 
 def linear(graph: Graph, module: Linear, x: Value, residual: Value | np.ndarray | None = None) -> Value:
-    """Write a :class:`.modules.Linear` or :class:`.modules.LinearGelu`; arguments as its ``forward`` has them."""
+    """Write a :class:`.modules.Linear` or :class:`.modules.LinearActivation`; arguments as its ``forward`` has them."""
     sums, left = _products(graph, module, x)
     multiplier = _array(module.multiplier)
-    if isinstance(module, LinearGelu):
-        return _gelu(graph, module, graph.rescale(sums, multiplier, 32 - left, np.int32))
+    if isinstance(module, LinearActivation):
+        return _activated(graph, module.activated, graph.rescale(sums, multiplier, 32 - left, np.int32))
     if module.dtype == torch.int8:
         return graph.rescale(sums, multiplier, 32 - left, np.int8)
     out = graph.rescale(sums, multiplier, 32 - left, np.int32)
     return _saturated(graph, out if residual is None else graph.add(out, residual), module.dtype, 1 << 31)
 
 
-def _gelu(graph: Graph, module: LinearGelu, u: Value) -> Value:
-    """Write :func:`.layers.gelu_int8`."""
-    g, c, e, d = op.GELU_CONSTANTS
-    rest = graph.maximum(graph.subtract(op.GELU_END, graph.absolute(u)), 0)
-    square = graph.multiply(rest, rest, 9)
-    first = graph.multiply(square, graph.subtract(g, graph.multiply(rest, c)), 15)
-    second = graph.add(graph.shift_left(first, 2), graph.subtract(e, graph.multiply(rest, d)))
-    positive = graph.minimum(graph.maximum(u, 0), op.GELU_LIMIT)
-    value = graph.subtract(positive, graph.multiply(first, second, 20))
-    multiplier, offset, shift = _wide(module.gelu_multiplier), _wide(module.gelu_offset), module.gelu_shift
+def _activated(graph: Graph, by: op.Activation, u: Value) -> Value:
+    """Write :func:`.layers.activate`."""
+    multiplier, offset = _wide(by.multiplier), _wide(by.offset)
     # the specification's shift rounds down
-    offset = offset - (1 << shift >> 1)
-    bound = int((multiplier * (op.GELU_LIMIT + 1) + np.abs(offset)).max())
-    return _saturated(graph, graph.add(graph.multiply(value, multiplier), offset), torch.int8, bound, shift)
+    offset = offset - (1 << by.shift >> 1)
+    bound = int((multiplier * (op.ACTIVATION_LIMIT + 1) + np.abs(offset)).max())
+    value = graph.multiply(activations.tosa(graph, by.name, u), multiplier)
+    return _saturated(graph, graph.add(value, offset), torch.int8, bound, by.shift)
 
 
 def _inverse_root(graph: Graph, v: Value) -> Value:

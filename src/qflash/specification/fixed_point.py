@@ -30,7 +30,10 @@ The last two are those of a section of :data:`SECTION_KEYS` keys. Longer rows ar
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 
 import torch
 
@@ -61,6 +64,21 @@ SCORE_POISON = 1 << 30
 SCORE_MASKED = -(1 << 31)
 
 
+Observer = Callable[[str, torch.Tensor, int, int], None]
+"""Is called with a quantity's name, its values and the ends of its declared range."""
+_observer: ContextVar[Observer | None] = ContextVar("_observer", default=None)
+
+
+@contextlib.contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Show ``observer`` every named quantity that the reference computes in the block, and require all declared ranges."""
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+
+
 class Checker:
     """Raises when an integer tensor leaves its declared range (the reference's checked mode)."""
 
@@ -68,15 +86,18 @@ class Checker:
         self.enabled = enabled
 
     def __call__(self, name: str, x: torch.Tensor, low: int, high: int) -> torch.Tensor:
-        """Return ``x``; when enabled, first require ``low <= x <= high`` everywhere.
+        """Return ``x``; when enabled or :func:`observed`, first require ``low <= x <= high`` everywhere.
 
         Raises:
             OverflowError: an element lies outside; the message names the quantity and its extremes.
         """
-        if self.enabled and x.numel():
+        observer = _observer.get()
+        if (self.enabled or observer is not None) and x.numel():
             got_low, got_high = int(x.min()), int(x.max())
             if got_low < low or got_high > high:
                 raise OverflowError(f"{name} spans [{got_low}, {got_high}], declared [{low}, {high}]")
+        if observer is not None:
+            observer(name, x, low, high)
         return x
 
 

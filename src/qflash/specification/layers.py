@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -60,28 +60,49 @@ def rescale(
         multiplier: R, int32 ``[0, 2**31)``, (outputs,): the ratio of the units is ``R * 2**(left - 32)``.
         check: for the bound.
     """
-    return multiply_round(check("(acc << left) + b", (sums.to(torch.int64) << left) + bias, *INT32), multiplier)
+    wide = (check("acc", sums, *INT32).to(torch.int64) << left) + bias
+    rescaled = multiply_round(check("(acc << left) + b", wide, *INT32), multiplier)
+    return check("rescale(acc)", rescaled, -(1 << 30), 1 << 30)
 
 
-def saturate(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def saturate(x: torch.Tensor, dtype: torch.dtype, check: Checker = _UNCHECKED) -> torch.Tensor:
     """Clamp to a type's range and take the type."""
-    return x.clamp(*LIMITS[dtype]).to(dtype)
+    return check("y", x.clamp(*LIMITS[dtype]).to(dtype), *LIMITS[dtype])
 
 
-GELU_END = 4096
-"""From here on the tail of GELU counts as 0."""
-GELU_UNIT = 3.28 / GELU_END
+def add_residual(x: torch.Tensor, residual: torch.Tensor, check: Checker = _UNCHECKED) -> torch.Tensor:
+    """Add the residual stream, int16, to rescaled sums, before these are saturated."""
+    return x + check("residual", residual, *INT16)
+
+
+TAIL_END = 4096
+"""From here on the tail of an activation counts as 0."""
+ACTIVATION_LIMIT = (1 << 17) - 1
+"""Larger numbers count as this one."""
+MAX_ACTIVATION_MULTIPLIER = 1 << 13
+"""Largest M of :func:`activate`."""
+GELU_UNIT = 3.28 / TAIL_END
 """What a unit of :func:`gelu` stands for."""
-GELU_LIMIT = (1 << 17) - 1
-"""Larger numbers count as this one, about 105."""
-MAX_GELU_MULTIPLIER = 1 << 13
-"""Largest M of :func:`gelu_int8`."""
 GELU_CONSTANTS = 59898, 10, 18588, 23
 """Of the tail; fitted for the least largest error, with units in which both small factors are whole."""
+SILU_UNIT = 8 / TAIL_END
+"""What a unit of :func:`silu` stands for."""
+SILU_CONSTANTS = 12111, 11, 118687, 5
+"""Of the tail, as those of GELU."""
 
 
-Gelu: TypeAlias = tuple[torch.Tensor, torch.Tensor, int]
-"""M, B and shift of :func:`gelu_int8`."""
+class Activation(NamedTuple):
+    """What follows the change of unit of a linear layer.
+
+    Attributes:
+        name: of :data:`ACTIVATIONS`.
+        multiplier, offset, shift: M, B and n of :func:`activate`.
+    """
+
+    name: str
+    multiplier: torch.Tensor
+    offset: torch.Tensor
+    shift: int
 
 
 class LinearIntegers(NamedTuple):
@@ -91,6 +112,18 @@ class LinearIntegers(NamedTuple):
     bias: torch.Tensor
     multiplier: torch.Tensor
     left: int
+
+
+def _less_tail(x: torch.Tensor, name: str, tail: Callable[[torch.Tensor], torch.Tensor], check: Checker) -> torch.Tensor:
+    """Return ``min(max(x, 0), limit) - tail(r)`` with ``r = max(end - |x|, 0)``, int64."""
+    x = check(f"{name}: u", x.to(torch.int64), -(1 << 30), 1 << 30)
+    rest = check(f"{name}: r", (TAIL_END - x.abs()).clamp(min=0), 0, TAIL_END)
+    return check(f"{name}: g", relu(x) - tail(rest), -(1 << 15), ACTIVATION_LIMIT)
+
+
+def relu(x: torch.Tensor, check: Checker = _UNCHECKED) -> torch.Tensor:
+    """Return ``min(max(x, 0), limit)``, int64; any unit."""
+    return x.to(torch.int64).clamp(0, ACTIVATION_LIMIT)
 
 
 def gelu(x: torch.Tensor, check: Checker = _UNCHECKED) -> torch.Tensor:
@@ -106,33 +139,61 @@ def gelu(x: torch.Tensor, check: Checker = _UNCHECKED) -> torch.Tensor:
     Returns:
         the same unit.
     """
-    x = x.to(torch.int64)
-    g, c, e, d = GELU_CONSTANTS
-    rest = check("GELU: r", (GELU_END - x.abs()).clamp(min=0), 0, GELU_END)
-    square = check("GELU: z", multiply_round(rest, rest, 9), 0, 1 << 15)
-    first = check("GELU: w", multiply_round(square, g - c * rest, 15), 0, 18977)
-    second = check("GELU: h", (first << 2) + (e - d * rest), 0, 18588)
-    return x.clamp(0, GELU_LIMIT) - multiply_round(first, second, 20)
+
+    def tail(rest: torch.Tensor) -> torch.Tensor:
+        g, c, e, d = GELU_CONSTANTS
+        square = check("GELU: z", multiply_round(rest, rest, 9), 0, 1 << 15)
+        first = check("GELU: w", multiply_round(square, g - c * rest, 15), 0, 18977)
+        second = check("GELU: h", (first << 2) + (e - d * rest), 0, 18588)
+        return multiply_round(first, second, 20)
+
+    return _less_tail(x, "GELU", tail, check)
 
 
-def gelu_int8(
-    x: torch.Tensor,
-    multiplier: torch.Tensor,
-    offset: torch.Tensor,
-    shift: int,
-    check: Checker = _UNCHECKED,
-) -> torch.Tensor:
-    """Return GELU in int8, with a step and a zero point for every channel: ``(gelu(x) M + B) >> shift``.
+def silu(x: torch.Tensor, check: Checker = _UNCHECKED) -> torch.Tensor:
+    """Return SiLU, ``x sigmoid(x)``, by a polynomial: ``min(max(x, 0), limit) - tail(|x|)``, int64, within 0.0039.
+
+    ``tail(a) = a sigmoid(-a)`` is ``w (e + c r - f z)`` with ``r = 1 - a / 8``, ``z = r**2`` and ``w = z (g - c r + 2 z)`` but
+    for their units, and 0 beyond 8. ``x sigmoid(s x)`` is ``silu(s x) / s``: another unit (QuickGELU has s = 1.702).
 
     Args:
-        x: int64 (..., channels), as :func:`gelu` takes it.
-        multiplier: M, int32 (channels,), ``[0, 2**13]``.
-        offset: B, int32 (channels,), ``|B| < 2**30``, half a unit for rounding included.
-        shift: 0 to 30.
+        x: any shape, below 2**30 in magnitude, in :data:`SILU_UNIT`.
+        check: for the bounds.
+
+    Returns:
+        the same unit.
+    """
+
+    def tail(rest: torch.Tensor) -> torch.Tensor:
+        g, c, e, f = SILU_CONSTANTS
+        line = c * rest
+        square = check("SiLU: z", multiply_round(rest, rest, 9), 0, 1 << 15)
+        first = check("SiLU: w", multiply_round(square, g - line + 2 * square, 15), 0, 32591)
+        second = check("SiLU: h", e + line - f * square, -97, 121787)
+        return multiply_round(first, second, 22)
+
+    return _less_tail(x, "SiLU", tail, check)
+
+
+ACTIVATIONS: dict[str, tuple[Callable[..., torch.Tensor], float | None]] = {
+    "gelu": (gelu, GELU_UNIT),
+    "silu": (silu, SILU_UNIT),
+    "relu": (relu, None),
+}
+"""Functions by name, and what a unit of theirs stands for; None where any will do."""
+
+
+def activate(x: torch.Tensor, by: Activation, check: Checker = _UNCHECKED) -> torch.Tensor:
+    """Return an activation in int8, with a step and a zero point for every channel: ``(f(x) M + B) >> n``.
+
+    Args:
+        x: int64 (..., channels), below 2**30 in magnitude.
+        by: f and M, int32 (channels,), ``[0, 2**13]``; B, int32 (channels,), ``|B| < 2**30``, half a unit for rounding
+            included; n, 0 to 30.
         check: for the bounds.
     """
-    wide = gelu(x, check) * multiplier + offset
-    return saturate(check("GELU: g M + B", wide, *INT32) >> shift, torch.int8)
+    wide = ACTIVATIONS[by.name][0](x, check) * by.multiplier + by.offset
+    return saturate(check("f M + B", wide, *INT32) >> by.shift, torch.int8, check)
 
 
 ROOT_START, ROOT_SLOPE = 1145106637, 654339257
@@ -188,7 +249,7 @@ def normalise(h: torch.Tensor, epsilon: int, check: Checker = _UNCHECKED) -> tor
     """
     channels = h.shape[-1]
     by = row_constants(channels)
-    h = h.to(torch.int64)
+    h = check("h", h, *INT16).to(torch.int64)
     total = check("S", h.sum(dim=-1, keepdim=True), -(1 << 27), 1 << 27)
     middle = check("m", multiply_round(total, by.inverse, by.bits), -(1 << 17), 1 << 17)
     variance = (4 * h - middle).square().sum(dim=-1, keepdim=True) + epsilon
@@ -196,7 +257,8 @@ def normalise(h: torch.Tensor, epsilon: int, check: Checker = _UNCHECKED) -> tor
     # an even shift that leaves 29 or 30 bits
     half = (bits - 29) >> 1
     v = torch.where(half < 0, variance << (-2 * half).clamp(min=0), variance >> (2 * half).clamp(min=0))
-    root = check("x", inverse_root(v.clamp(min=1 << 28)), (1 << 29) - 64, 1 << 30)
+    v = check("v", v.clamp(min=1 << 28), 1 << 28, (1 << 30) - 1)
+    root = check("x", inverse_root(v), (1 << 29) - 64, 1 << 30)
     factor = check("f", multiply_round(root, by.root, 30), (1 << 28) - 64, 1 << 30)
     difference = check("d", channels * h - total, -(1 << 28), (1 << 28) - 1)
     # from 2**-5 to 2**25, and the result below 2**31
@@ -226,7 +288,7 @@ def layer_norm(
         check: for the bounds.
     """
     wide = check("mul(N, G, 28) + B", multiply_round(normalise(h, epsilon, check), gain, 28) + offset, *INT32)
-    return saturate(round_shift(wide, shift), dtype)
+    return saturate(round_shift(wide, shift), dtype, check)
 
 
 def token_mean(
@@ -245,7 +307,7 @@ def token_mean(
         dtype: int8, int16 or int32.
         check: for the bound.
     """
-    return saturate(rescale(x.sum(dim=1, dtype=torch.int64), left, offset, multiplier, check), dtype)
+    return saturate(rescale(x.sum(dim=1, dtype=torch.int64), left, offset, multiplier, check), dtype, check)
 
 
 def pixels_to_int8(images: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ import math
 import torch
 
 from . import fixed_point as fp
-from .attention_call import AttentionCall
+from .attention_call import AttentionCall, Scales
 from .fixed_point import Checker
 from .memory_format import empty_output
 from .recipe import Recipe
@@ -62,8 +62,12 @@ class _Scores:
         else:
             self.multiplier, self.fraction_bits = fp.narrow_multiplier(mantissa, exponent, self.head_dim, self.biased)
             if self.biased:
-                self.drop = (self.fraction_bits - fp.BIAS_FRACTION_BITS).clamp(min=0)
+                self.drop = check("F - F'", (self.fraction_bits - fp.BIAS_FRACTION_BITS).clamp(min=0), 0, 8)
                 self.fraction_bits = self.fraction_bits - self.drop
+        if self.per_token:
+            check("A", self.column, 0, 1 << fp.column_bits(self.head_dim))
+        check("R of scores" if self.per_token else "M", self.multiplier, 0, (1 << 31) - 1)
+        check("F", self.fraction_bits, 0, fp.MAX_FRACTION_BITS)
 
     def tile(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the scores against keys ``start:stop`` and which of them take part (None: all)."""
@@ -158,6 +162,8 @@ def int8_attention(call: AttentionCall, *, tile: int = DEFAULT_TILE, checked: bo
         few = dataclasses.replace(
             call, query=query[start:stop], key=key[start:stop], mask=None if mask is None else part(mask, start, stop)
         )
+        for role, x in (("query", few.query), ("key", few.key), ("value", value[start:stop])):
+            check(role, x, -128, 127)
         scales_of = part(query_scale, start, stop), part(key_scale, start, stop)
         scores = _Scores(few, *scales_of, check, torch.int64 if checked else torch.int32)
         attend = _online if recipe.normalization == "online" else _two_pass
@@ -166,11 +172,14 @@ def int8_attention(call: AttentionCall, *, tile: int = DEFAULT_TILE, checked: bo
             numerator,
             denominator,
             fp.FINE_BITS if call.exact_sum else 0,
-            part(value_scale, start, stop),
-            None if output_scale is None else part(output_scale, start, stop),
-            None if offset is None else part(offset, start, stop),
+            scales._replace(
+                value=part(value_scale, start, stop),
+                output=None if output_scale is None else part(output_scale, start, stop),
+                offset=None if offset is None else part(offset, start, stop),
+            ),
             out_dtype,
             recipe,
+            check,
         )
         if out_dtype != torch.int8:
             bad = ~(fp.usable_scale(part(query_scale, start, stop)) & _all_usable(part(key_scale, start, stop)))
@@ -223,6 +232,7 @@ def _two_pass(
         kept = scores.tile(start, min(keys, start + width))
         row_max = _row_max(row_max, kept[0])
     assert row_max is not None and kept is not None
+    scores.check("m", row_max, fp.SCORE_MASKED, fp.SCORE_POISON)
     exact = recipe.takes_exact_sum(keys)
     numerator: torch.Tensor | int = 0
     denominator: torch.Tensor | int = 0
@@ -291,29 +301,35 @@ def _finish(
     numerator: torch.Tensor,
     denominator: torch.Tensor,
     fine_bits: int,
-    value_scale: torch.Tensor,
-    output_scale: torch.Tensor | None,
-    offset: torch.Tensor | None,
+    scales: Scales,
     out_dtype: torch.dtype,
     recipe: Recipe,
+    check: Checker,
 ) -> torch.Tensor:
     """Normalise by the integer reciprocal and bring the result to the output's type (float32 if not int8).
 
-    The denominator has ``fine_bits`` fraction bits. ``offset`` is added to the float outputs of rows that have a key.
+    The denominator has ``fine_bits`` fraction bits. An offset is added to the float outputs of rows that have a key.
     """
+    value_scale, output_scale, offset = scales.value, scales.output, scales.offset
     multiplier, shift = value_scale, value_scale
     if out_dtype == torch.int8:
         assert output_scale is not None
         multiplier, shift = fp.output_multiplier(value_scale, output_scale)
+        check("R", multiplier, 1 << 30, (1 << 31) - 1)
+        check("e - 11", shift, 0, 31)
     if recipe.output == "value_scale":
         floor = fp.floored_quotient(numerator, denominator)
         if out_dtype == torch.int8:
-            return fp.requantize(floor << 23, multiplier >> 2, shift)
+            return check("out", fp.requantize(floor << 23, multiplier >> 2, shift), -128, 127)
         return _with_offset(floor.to(torch.float32), value_scale, offset, denominator)
     bits, inverse = fp.row_inverse(denominator)
     bits = (bits - fine_bits).clamp(min=0)
+    check("B", bits, 0, 42)
+    check("x", inverse, 1 << 29, (1 << 30) + 1)
     if out_dtype == torch.int8:
-        return fp.requantize(fp.left_aligned(numerator, bits), fp.multiply_round(inverse, multiplier), shift)
+        aligned = check("O << (24 - B)", fp.left_aligned(numerator, bits), -(1 << 31), (1 << 31) - 1)
+        row = check("mul(x, R, 32)", fp.multiply_round(inverse, multiplier), 0, 1 << 29)
+        return check("out", fp.requantize(aligned, row, shift), -128, 127)
     average = numerator.to(torch.float32) * fp.times_power_of_two(inverse.to(torch.float32), -29 - bits)
     return _with_offset(average, value_scale, offset, denominator)
 

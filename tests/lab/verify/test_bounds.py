@@ -20,6 +20,7 @@ from qflash.specification import fixed_point as fp
 from qflash.specification import layers as op
 from qflash.specification import reference
 from qflash.specification.attention_call import int8_call
+from qflash.specification.gated import gated
 from qflash.specification.recipe import Recipe
 from qflash_lab.verify import bounds
 from qflash_lab.verify.bounds import Interval
@@ -49,7 +50,8 @@ def test_the_bounds_of_the_documents() -> None:
     """Docs/algorithm.md, Overflow, and docs/integer_network.md."""
 
     def at(step: str, name: str) -> Interval:
-        return (network_bounds() if step in ("linear", "GELU", "norm") else attention_bounds())[step, name].range
+        of_networks = step in ("linear", "GELU", "SiLU", "gated", "norm")
+        return (network_bounds() if of_networks else attention_bounds())[step, name].range
 
     assert at("2", "S") == (-127 * 128 * 512, 2**23)
     assert at("2", "(m - S) · M").high == 32640 * 57344
@@ -77,6 +79,9 @@ def test_the_bounds_of_the_documents() -> None:
     assert at("linear", "mul((acc << left) + b, R, 32)").magnitude <= 2**30
     assert at("GELU", "r · r + half").high == 4096**2 + 256
     assert at("GELU", "w").high == 18977
+    assert at("SiLU", "w").high == 32591 and at("SiLU", "w · h + half").high < 2**30
+    assert at("gated", "u = mul(gate, A, 28)").magnitude == 2**18
+    assert at("gated", "p = mul(f(u), v, 2)").magnitude <= 2**30 and at("gated", "p + B").magnitude < 2**31
     assert at("norm", "m").magnitude == 2**17
     assert at("norm", "e = 4 h - m").magnitude < 2**18
     assert at("norm", "p = e >> 9") == (-512, 511)
@@ -103,7 +108,7 @@ def test_the_bounds_of_the_documents() -> None:
         (op, "ROOT_START", 2, "x before step 1"),
         (op, "MAX_CHANNELS", 2, "Σ p²|Σ p q|Σ q²|V"),
         (op, "MAX_EPSILON", 2, "V = "),
-        (op, "GELU_LIMIT", 2, "g · M"),
+        (op, "ACTIVATION_LIMIT", 2, "g · M"),
     ],
 )
 def test_a_constant_that_is_too_large_is_noticed(
@@ -289,9 +294,13 @@ def test_layers_at_their_ends_stay_inside() -> None:
         met[name] = met.get(name, here) | here
         return fp.Checker(True)(name, x, low, high)
 
-    every = torch.arange(-op.GELU_END, op.GELU_LIMIT + 1)
-    ends = torch.tensor([op.MAX_GELU_MULTIPLIER], dtype=torch.int32), torch.tensor([(1 << 30) - 1], dtype=torch.int32)
-    op.gelu_int8(every[:, None], *ends, 8, check)  # type: ignore[arg-type]
+    every = torch.arange(-op.TAIL_END, op.ACTIVATION_LIMIT + 1)
+    ends = torch.tensor([op.MAX_ACTIVATION_MULTIPLIER], dtype=torch.int32), torch.tensor([(1 << 30) - 1], dtype=torch.int32)
+    for name in op.ACTIVATIONS:
+        op.activate(every[:, None], op.Activation(name, *ends, 8), check)  # type: ignore[arg-type]
+    corner = torch.tensor([[32767, -32768], [-32768, 32767], [32767, 32767]], dtype=torch.int16)
+    for factor in ((1 << 31) - 1, 1 << 30):
+        gated(corner, factor, ends[0] * 0, ends[1], "silu", torch.int8, check)  # type: ignore[arg-type]
     lonely = torch.full((4, op.MAX_CHANNELS), -(1 << 15), dtype=torch.int16)
     lonely[0, 0] = 32767
     lonely[1, ::2] = 32767
@@ -305,7 +314,12 @@ def test_layers_at_their_ends_stay_inside() -> None:
         op.layer_norm(lonely, epsilon, gain, offset, 29, torch.int8, check)  # type: ignore[arg-type]
     limits = {
         "GELU: z": ("GELU", "z"),
-        "GELU: g M + B": ("GELU", "g · M + B"),
+        "f M + B": ("GELU", "g · M + B"),
+        "gated: u": ("gated", "u = mul(gate, A, 28)"),
+        "gated: p": ("gated", "p = mul(f(u), v, 2)"),
+        "SiLU: z": ("SiLU", "z"),
+        "SiLU: w": ("SiLU", "w"),
+        "SiLU: h": ("SiLU", "h = 118687 + 11 r - 5 z"),
         "GELU: w": ("GELU", "w"),
         "S": ("norm", "S"),
         "m": ("norm", "m"),

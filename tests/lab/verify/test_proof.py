@@ -113,12 +113,12 @@ def test_layers_of_networks_hold_no_float() -> None:
     targets = ("sm_80", "sm_90")
     done = run_compiling(
         "-m", "qflash_lab", "verify", "--case", "layer-norm-merge", "--case", "cut-patches", "--case", "linear-windows",
-        "--case", "layer-norm", "--case", "linear-gelu", "--case", "linear-patches",
+        "--case", "layer-norm", "--case", "linear-gelu", "--case", "linear-patches", "--case", "linear-silu", "--case", "gated",
         "--format", "json", *(part for target in targets for part in ("--target", target)),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     reports = json.loads(done.stdout)
-    assert len(reports) == 12
+    assert len(reports) == 16
     for report in reports:
         assert report["passed"] and report["integer"] and report["float_count"] == 0
         assert bool(report["tensor_core"]) == report["case"].startswith("linear")
@@ -139,7 +139,8 @@ def test_every_case_spells_out_a_call() -> None:
             odd = case.name in ("linear-patches", "linear-logits", "linear-wide")
             linear = "int8_linear_kernel" if odd else "hopper_linear_kernel"
             linear = "patches_kernel" if case.name == "cut-patches" else linear
-            other = "integer_mean_kernel" if case.name == "mean" else "integer_layer_norm_kernel"
+            others = {"mean": "integer_mean_kernel", "gated": "gated_kernel"}
+            other = others.get(case.name, "integer_layer_norm_kernel")
             assert call.kernel.__name__ == (linear if case.outputs else other)
             assert str(call.arguments["o_ptr"].dtype) == f"torch.{case.output}"
             continue

@@ -25,6 +25,7 @@ import torch
 
 from qflash.specification import fixed_point as fp
 from qflash.specification import layers as op
+from qflash.specification.gated import GATE_BITS, PRODUCT_SHIFT
 from qflash.specification.recipe import Recipe
 
 WIDTHS = {
@@ -446,7 +447,7 @@ def walk_attention(head_dims: Sequence[int] | None = None) -> Walk:
 
 
 def walk_linear(walk: Walk) -> None:
-    """A linear layer, whose sums are held to their bound when it is made; GELU's tail over every number it depends on."""
+    """A linear layer, whose sums are held to their bound when it is made; activations' tails over every number there is."""
     int32 = Interval(*op.INT32)
     # -2^31 itself is no sum: 128 Σ|W| << left and |b| are below 2^31 together
     sums = walk("linear", "(acc << left) + b", around((1 << 31) - 1), "int32", "every left")
@@ -454,20 +455,48 @@ def walk_linear(walk: Walk) -> None:
     u = walk("linear", "mul((acc << left) + b, R, 32)", rounded_product(sums, ratio, 32), "int32", "every left")
     walk("linear", "with a residual", u + Interval(*op.INT16), "int32", "every left")
 
-    def seen(name: str, x: torch.Tensor) -> torch.Tensor:
-        walk("GELU", name, Interval(int(x.min()), int(x.max())), "int32", "every r")
-        return x
+    r = torch.arange(op.TAIL_END + 1, dtype=torch.int64, device="cpu")
+    tails = {"GELU": _gelu_tail, "SiLU": _silu_tail}
+    for name, tail in tails.items():
 
+        def seen(quantity: str, x: torch.Tensor, name: str = name) -> torch.Tensor:
+            walk(name, quantity, Interval(int(x.min()), int(x.max())), "int32", "every r")
+            return x
+
+        walk(name, "4096 - |u|", Interval(op.TAIL_END - u.magnitude, op.TAIL_END), "int32", "every u")
+        found = tail(r, seen)
+        value = Interval(-int(found.max()), op.ACTIVATION_LIMIT - int(found.min()))
+        scale = Interval(0, op.MAX_ACTIVATION_MULTIPLIER)
+        walk(name, "g · M + B", value * scale + around((1 << 30) - 1), "int32", "every u")
+
+
+def walk_gated(walk: Walk) -> None:
+    """A gated product; the tails of activations are those of a linear layer."""
+    int16, ratio = Interval(*op.INT16), Interval(0, (1 << 31) - 1)
+    u = walk("gated", "u = mul(gate, A, 28)", rounded_product(int16, ratio, GATE_BITS), "int32", "every gate")
+    every = torch.arange(-op.TAIL_END, op.TAIL_END + 1, dtype=torch.int64, device="cpu")
+    for name, (function, _) in op.ACTIVATIONS.items():
+        found = function(every)
+        made = Interval(int(found.min()), min(u.high, op.ACTIVATION_LIMIT))
+        product = walk("gated", "p = mul(f(u), v, 2)", rounded_product(made, int16, PRODUCT_SHIFT), "int32", name)
+        total = walk("gated", "p + B", product + around((1 << 30) - 1), "int32", name)
+        walk("gated", "mul(p + B, R, 32)", rounded_product(total, ratio, 32), "int32", name)
+
+
+def _gelu_tail(r: torch.Tensor, seen: Callable[[str, torch.Tensor], torch.Tensor]) -> torch.Tensor:
     g, c, e, d = op.GELU_CONSTANTS
-    walk("GELU", "4096 - |u|", Interval(op.GELU_END - u.magnitude, op.GELU_END), "int32", "every u")
-    r = torch.arange(op.GELU_END + 1, dtype=torch.int64, device="cpu")
     z = seen("z", seen("r · r + half", r * r + (1 << 8)) >> 9)
     w = seen("w", seen("z · (59898 - 10 r) + half", z * (g - c * r) + (1 << 14)) >> 15)
     h = seen("h = (w << 2) + 18588 - 23 r", (w << 2) + (e - d * r))
-    tail = seen("w · h + half", w * h + (1 << 19)) >> 20
-    value = Interval(-int(tail.max()), op.GELU_LIMIT)
-    scale = Interval(0, op.MAX_GELU_MULTIPLIER)
-    walk("GELU", "g · M + B", value * scale + around((1 << 30) - 1), "int32", "every u")
+    return seen("w · h + half", w * h + (1 << 19)) >> 20
+
+
+def _silu_tail(r: torch.Tensor, seen: Callable[[str, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    g, c, e, f = op.SILU_CONSTANTS
+    z = seen("z", seen("r · r + half", r * r + (1 << 8)) >> 9)
+    w = seen("w", seen("z · (12111 - 11 r + 2 z) + half", z * (g - c * r + 2 * z) + (1 << 14)) >> 15)
+    h = seen("h = 118687 + 11 r - 5 z", e + c * r - f * z)
+    return seen("w · h + half", w * h + (1 << 21)) >> 22
 
 
 def walk_layer_norm(walk: Walk) -> None:
@@ -547,6 +576,7 @@ def walk_network() -> Walk:
     """
     walk = Walk()
     walk_linear(walk)
+    walk_gated(walk)
     walk_layer_norm(walk)
     return walk
 

@@ -13,6 +13,7 @@ import torch
 
 from qflash.kernels.launch_recorder import KernelLaunch
 from qflash.specification.attention_call import float_call, int8_call
+from qflash.specification.layers import ACTIVATIONS
 from qflash.specification.memory_format import empty_bias
 from qflash.specification.quantization import scale_shape
 from qflash.specification.recipe import PAPER, PRESETS, Recipe, resolve_recipe
@@ -69,12 +70,13 @@ class LayerCase:
         tokens: rows.
         inputs: channels of a row.
         outputs: of a linear layer; 0 for a normalisation.
-        epilogue: of a linear layer: ``"none"``, ``"residual"`` or ``"gelu"``.
+        epilogue: of a linear layer: ``"none"``, ``"residual"`` or an activation.
         output: dtype of the output.
         input: of a linear layer's input, ``"int8"`` or ``"int16"``.
         layout: ``"contiguous"`` or ``"misaligned"`` (the activations begin anywhere).
         moved: of linear layers ``"windows"``, whose tokens go to other places, or ``"patches"``, of images; of a normalisation
-            the tokens that a row is joined of, or ``"mean"``, which is none but the mean over 49 tokens.
+            the tokens that a row is joined of, ``"mean"``, which is none but the mean over 49 tokens, or ``"gated"``, a product
+            of the inputs' halves.
         launch: which of the call's launches.
     """
 
@@ -125,6 +127,8 @@ CASES: tuple[AnyCase, ...] = (
     LayerCase("linear-patches", 64 * 256, 588, 384, "residual", "int16"),  # DINOv2: no whole number of blocks of inputs
     LayerCase("linear-residual", 64 * 197, 1536, 384, "residual", "int16"),
     LayerCase("linear-gelu", 64 * 197, 384, 1536, "gelu"),
+    LayerCase("linear-silu", 64 * 197, 384, 1536, "silu"),
+    LayerCase("linear-relu", 64 * 197, 384, 1536, "relu"),
     LayerCase("linear-logits", 64, 384, 1000, output="int32"),
     LayerCase("linear-wide", 64 * 257, 384, 384, output="int32", input="int16"),  # features leave a rotated stream
     LayerCase("linear-windows", 64 * 3136, 96, 96, "residual", "int16", moved="windows"),
@@ -134,6 +138,7 @@ CASES: tuple[AnyCase, ...] = (
     LayerCase("layer-norm-windows", 64 * 3136, 96, moved=1),
     LayerCase("layer-norm-merge", 64 * 3136, 96, moved=4),
     LayerCase("mean", 64 * 49, 768, moved="mean"),
+    LayerCase("gated", 64 * 257, 2 * 4096, epilogue="silu", moved="gated"),
 )
 
 MASKS = ("none", "causal", "bool", "bias")
@@ -171,7 +176,8 @@ VARIATIONS: dict[str, dict[str, Any]] = {
 
 LAYER_ROWS = (1, 197, 64 * 197)
 LAYER_WIDTHS = (24, 48, 192, 384, 588, 768, 1000, 1536, 3072, 4096)
-EPILOGUES = (("none", "int8"), ("none", "int16"), ("none", "int32"), ("residual", "int16"), ("gelu", "int8"))
+WITH_ACTIVATION = tuple((name, "int8") for name in ACTIVATIONS)
+EPILOGUES = (("none", "int8"), ("none", "int16"), ("none", "int32"), ("residual", "int16"), *WITH_ACTIVATION)
 NORM_OUTPUTS = ("int8", "int16", "int32")
 
 
@@ -238,6 +244,7 @@ def launches(case: AnyCase, target: str) -> list[KernelLaunch]:
 def _run_layer(case: LayerCase) -> None:
     """Call the operator of a layer."""
     from qflash.network import execution
+    from qflash.network.operators.gated import gated
 
     def tensor(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -250,6 +257,10 @@ def _run_layer(case: LayerCase) -> None:
     if case.moved == "mean":
         h = activations(torch.int16).view(-1, 49, case.inputs)
         execution.integer_mean(h, tensor(case.inputs), 4, tensor(case.inputs), output, "triton")
+        return
+    if case.moved == "gated":
+        halves = tensor(case.inputs // 2), tensor(case.inputs // 2)
+        gated(activations(torch.int16), 1 << 28, *halves, case.epilogue, output, "triton")
         return
     if not case.outputs:
         h, channels, gather = activations(torch.int16), case.inputs, None
@@ -267,8 +278,8 @@ def _run_layer(case: LayerCase) -> None:
     elif case.moved == "windows":
         stream = tensor(1, case.tokens, case.outputs, dtype=torch.int16)
         execution.int8_linear(linear[0][None], *linear[1:], stream, tensor(case.tokens), output, "triton")
-    elif case.epilogue == "gelu":
-        execution.int8_linear_gelu(*linear, *outputs, 12, "triton")
+    elif case.epilogue in ACTIVATIONS:
+        getattr(execution, f"int8_linear_{case.epilogue}")(*linear, *outputs, 12, "triton")
     else:
         residual = tensor(case.tokens, case.outputs, dtype=torch.int16) if case.epilogue == "residual" else None
         execution.int8_linear(*linear, residual, None, output, "triton")

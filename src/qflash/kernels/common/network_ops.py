@@ -11,9 +11,10 @@ import triton.language as tl
 from ...specification import layers as op
 from .fixed_point import SATURATE, bit_length, multiply_high, multiply_round
 
-GELU_END = tl.constexpr(op.GELU_END)
-GELU_LIMIT = tl.constexpr(op.GELU_LIMIT)
+TAIL_END = tl.constexpr(op.TAIL_END)
+ACTIVATION_LIMIT = tl.constexpr(op.ACTIVATION_LIMIT)
 GELU_CONSTANTS = tl.constexpr(op.GELU_CONSTANTS)
+SILU_CONSTANTS = tl.constexpr(op.SILU_CONSTANTS)
 ROOT_START = tl.constexpr(op.ROOT_START)
 ROOT_SLOPE = tl.constexpr(op.ROOT_SLOPE << 1)
 
@@ -46,16 +47,32 @@ def gelu_tail(rest):
 
 
 @triton.jit
-def gelu(x):
-    """GELU of numbers below 2**30, in their unit."""
-    rest = tl.maximum(tl.minimum(x, -x) + GELU_END, 0)
-    return tl.minimum(tl.maximum(x, 0), GELU_LIMIT) - gelu_tail(rest)
+def silu_tail(rest):
+    """SiLU's tail of numbers that end ``rest`` before where it counts as 0."""
+    line = rest * SILU_CONSTANTS[1]
+    square = (rest * rest + (1 << 8)) >> 9
+    first = (square * (SILU_CONSTANTS[0] - line + (square << 1)) + (1 << 14)) >> 15
+    second = SILU_CONSTANTS[2] + line - square * SILU_CONSTANTS[3]
+    return (first * second + (1 << 21)) >> 22
 
 
 @triton.jit
-def gelu_int8(x, multiplier, offset, shift, GUARD: tl.constexpr):
-    """GELU in int8, with a step and a zero point for every channel."""
-    return saturate((gelu(x) * multiplier + offset) >> shift, tl.int8, GUARD)
+def less_tail(positive, rest, ACTIVATION: tl.constexpr):
+    """An activation of numbers, of what they are above 0, and by how much they end before where its tail counts as 0."""
+    if ACTIVATION == "gelu":
+        out = positive - gelu_tail(rest)
+    elif ACTIVATION == "silu":
+        out = positive - silu_tail(rest)
+    else:
+        out = positive
+    return out
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """An activation of numbers below 2**30, in their unit."""
+    rest = tl.maximum(tl.minimum(x, -x) + TAIL_END, 0)
+    return less_tail(tl.minimum(tl.maximum(x, 0), ACTIVATION_LIMIT), rest, ACTIVATION)
 
 
 @triton.jit

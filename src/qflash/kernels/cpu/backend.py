@@ -10,7 +10,7 @@ from ... import segments
 from ...plan_cache import Run, Tensors
 from ...reference_backend import KernelBackend, Prepare
 from ...specification.attention_call import AttentionCall, VarlenCall
-from ...specification.layers import Gelu, LinearIntegers
+from ...specification.layers import Activation, LinearIntegers
 from ...specification.memory_format import as_four
 from ...unseen_tokens import leaves_out_keys, searches, seen_tokens
 from . import launch, network
@@ -68,14 +68,14 @@ class CpuBackend(KernelBackend):
         layer: LinearIntegers,
         out_dtype: torch.dtype,
         residual: torch.Tensor | None = None,
-        gelu: Gelu | None = None,
+        activation: Activation | None = None,
         scatter: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if scatter is None:
-            return network.launch_linear(x, layer, out_dtype, residual, gelu)
+            return network.launch_linear(x, layer, out_dtype, residual, activation)
         # row i of the output is that of the token which goes there
         order = scatter.argsort().to(torch.int32)
-        return network.launch_linear(network.gather_rows(x, order), layer, out_dtype, residual, gelu)
+        return network.launch_linear(network.gather_rows(x, order), layer, out_dtype, residual, activation)
 
     def layer_norm(
         self, h: torch.Tensor, epsilon: int, gain: torch.Tensor, offset: torch.Tensor, shift: int, out_dtype: torch.dtype,
@@ -87,3 +87,4 @@ class CpuBackend(KernelBackend):
 
     mean = staticmethod(network.launch_mean)
     embed = staticmethod(network.launch_embedding)
+    gated = staticmethod(network.launch_gated)

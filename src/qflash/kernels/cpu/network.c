@@ -5,7 +5,7 @@
  *
  *     1. a block of its rows becomes operands, which stay in the cache               a         up to BLOCK_BYTES
  *     2. per panel and tile of ROWS rows: sums                                       sums      ROWS x WIDTH int32
- *     3. per row of the tile: another unit, residual or GELU, saturation             out
+ *     3. per row of the tile: another unit, residual or activation, saturation       out
  *
  * Compiled on first use by cpu/launch.py.
  */
@@ -94,16 +94,16 @@ typedef struct {
     const int8_t *x, *weight;          /* (rows, inputs), (outputs, inputs); x is int16 where input_bytes says so */
     const int32_t *bias, *multiplier;  /* (outputs) */
     const int16_t *residual;           /* (rows, outputs) or NULL */
-    const int32_t *gelu_multiplier, *gelu_offset; /* (outputs), or NULL without GELU */
+    const int32_t *activation_multiplier, *activation_offset; /* (outputs), or NULL without one */
     void *out;                         /* (rows, outputs) */
     void *packed;                      /* what qflash_pack made of the weights, or NULL to do so in the call */
     int64_t rows, inputs, outputs, left, bytes; /* bytes of an output */
-    int64_t gelu_shift, threads, input_bytes;
+    int64_t activation_shift, threads, input_bytes, activation; /* the last: 0 or one of the enum */
 } linear;
 
 /* What the epilogue needs of the outputs of a panel; 0 past the last. */
 typedef struct {
-    int32_t bias[WIDTH], multiplier[WIDTH], gelu_multiplier[WIDTH], gelu_offset[WIDTH];
+    int32_t bias[WIDTH], multiplier[WIDTH], activation_multiplier[WIDTH], activation_offset[WIDTH];
 } channels;
 
 INLINE void copy_channels(int32_t *to, const int32_t *from, int64_t start, int64_t n) {
@@ -170,41 +170,59 @@ static void convert_rows(const linear *x, int64_t first, int64_t rows, left_oper
     }
 }
 
-/* layers.gelu and gelu_int8, not saturated */
-INLINE vector gelu(vector x, vector multiplier, vector offset, int shift) {
-    const vector none = {0}, rest = larger(4096 - larger(x, -x), none);
+/* The tails of layers.gelu and layers.silu, of numbers that end `rest` before where they count as 0 */
+INLINE vector gelu_tail(vector rest) {
     const vector first = (((rest * rest + (1 << 8)) >> 9) * (59898 - 10 * rest) + (1 << 14)) >> 15;
     const vector second = (first << 2) + (18588 - 23 * rest);
-    const vector y = smaller(larger(x, none), all_lanes((1 << 17) - 1)) - ((first * second + (1 << 19)) >> 20);
-    return (y * multiplier + offset) >> shift;
+    return (first * second + (1 << 19)) >> 20;
+}
+
+INLINE vector silu_tail(vector rest) {
+    const vector line = 11 * rest, square = (rest * rest + (1 << 8)) >> 9;
+    const vector first = (square * (12111 - line + 2 * square) + (1 << 14)) >> 15;
+    return (first * (118687 + line - 5 * square) + (1 << 21)) >> 22;
+}
+
+/* layers.ACTIVATIONS, in its order */
+enum { NO_ACTIVATION, GELU, SILU, RELU };
+
+/* layers.gelu, silu and relu */
+INLINE vector activate(vector x, const int activation) {
+    const vector none = {0}, rest = larger(4096 - larger(x, -x), none);
+    const vector positive = smaller(larger(x, none), all_lanes((1 << 17) - 1));
+    if (activation == GELU) return positive - gelu_tail(rest);
+    if (activation == SILU) return positive - silu_tail(rest);
+    return positive;
 }
 
 /* Brings the sums of a tile to their outputs' unit and writes them, from output `start` of row `row` on. */
 INLINE void finish_tile(
-    const linear *x, const int64_t bytes, const int residual, const int activated, const channels *by, const int32_t *sums,
+    const linear *x, const int64_t bytes, const int residual, const int activation, const channels *by, const int32_t *sums,
     int64_t row, int64_t rows, int64_t start
 ) {
-    const int left = (int)x->left, gelu_shift = (int)x->gelu_shift;
+    const int left = (int)x->left, activation_shift = (int)x->activation_shift;
     const int64_t outputs = x->outputs;
     const int16_t *more = x->residual;
     char *out = x->out;
     for (int64_t j = 0; j < WIDTH && start + j < outputs; j += LANES) {
         const int64_t n = at_most(LANES, outputs - start - j);
         const vector bias = *(const vector *)(by->bias + j), multiplier = *(const vector *)(by->multiplier + j);
-        const vector gelu_multiplier = *(const vector *)(by->gelu_multiplier + j);
-        const vector gelu_offset = *(const vector *)(by->gelu_offset + j);
+        const vector activation_multiplier = *(const vector *)(by->activation_multiplier + j);
+        const vector activation_offset = *(const vector *)(by->activation_offset + j);
         for (int64_t r = 0; r < rows; r++) {
             const int64_t at = (row + r) * outputs + start + j;
             vector y = rounded_product((*(const vector *)(sums + r * WIDTH + j) << left) + bias, multiplier);
             if (residual) y += load16(more + at, n);
-            if (activated) y = gelu(y, gelu_multiplier, gelu_offset, gelu_shift);
+            if (activation) y = (activate(y, activation) * activation_multiplier + activation_offset) >> activation_shift;
             store(out + at * bytes, y, bytes, n);
         }
     }
 }
 
 static void finish(const linear *x, const channels *by, const int32_t *sums, int64_t row, int64_t rows, int64_t start) {
-    if (x->gelu_multiplier) finish_tile(x, 1, 0, 1, by, sums, row, rows, start);
+    if (x->activation == GELU) finish_tile(x, 1, 0, GELU, by, sums, row, rows, start);
+    else if (x->activation == SILU) finish_tile(x, 1, 0, SILU, by, sums, row, rows, start);
+    else if (x->activation == RELU) finish_tile(x, 1, 0, RELU, by, sums, row, rows, start);
     else if (x->residual) finish_tile(x, 2, 1, 0, by, sums, row, rows, start);
     else if (x->bytes == 1) finish_tile(x, 1, 0, 0, by, sums, row, rows, start);
     else if (x->bytes == 2) finish_tile(x, 2, 0, 0, by, sums, row, rows, start);
@@ -225,8 +243,8 @@ static void multiply_rows(
             const int64_t start = panel * WIDTH, n = at_most(WIDTH, x->outputs - start);
             copy_channels(by.bias, x->bias, start, n);
             copy_channels(by.multiplier, x->multiplier, start, n);
-            copy_channels(by.gelu_multiplier, x->gelu_multiplier, start, n);
-            copy_channels(by.gelu_offset, x->gelu_offset, start, n);
+            copy_channels(by.activation_multiplier, x->activation_multiplier, start, n);
+            copy_channels(by.activation_offset, x->activation_offset, start, n);
             product one = {NULL, packed + start * depth, sums, depth, WIDTH, depth, 0, 0, begin + start};
             for (int64_t i = 0; i < count; i += ROWS) {
                 const int64_t few = at_most(ROWS, count - i);
@@ -376,6 +394,47 @@ int qflash_layer_norm(const normalisation *x) {
             else if (x->bytes == 2) normalise_row(x, 2, row);
             else normalise_row(x, 4, row);
         }
+    }
+    return 0;
+}
+
+/* --- gated products --------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const int16_t *x;                   /* (rows, gates and as many values) */
+    const int32_t *multiplier, *offset; /* (channels) */
+    void *out;                          /* (rows, channels) */
+    int64_t rows, channels, gate_multiplier, activation, bytes, threads;
+} gating;
+
+INLINE void gate_row(const gating *x, const int activation, const int64_t bytes, int64_t row) {
+    const int64_t channels = x->channels;
+    const int16_t *gates = x->x + row * 2 * channels;
+    char *to = (char *)x->out + row * channels * bytes;
+    for (int64_t c = 0; c < channels; c += LANES) {
+        const int64_t n = at_most(LANES, channels - c);
+        /* products that lose 28 and 2 bits, as ones that lose 32 */
+        const vector u = rounded_product(load16(gates + c, n) << 4, all_lanes((int32_t)x->gate_multiplier));
+        const vector p = rounded_product(activate(u, activation) << 14, load16(gates + channels + c, n) << 16);
+        store(to + c * bytes, rounded_product(p + load32(x->offset + c, n), load32(x->multiplier + c, n)), bytes, n);
+    }
+}
+
+INLINE void gate_rows(const gating *x, const int64_t bytes, share rows) {
+    for (int64_t row = rows.begin; row < rows.end; row++) {
+        if (x->activation == GELU) gate_row(x, GELU, bytes, row);
+        else if (x->activation == SILU) gate_row(x, SILU, bytes, row);
+        else gate_row(x, RELU, bytes, row);
+    }
+}
+
+int qflash_gated(const gating *x) {
+#pragma omp parallel num_threads(threads_of(x->threads))
+    {
+        const share rows = share_of(x->rows);
+        if (x->bytes == 1) gate_rows(x, 1, rows);
+        else if (x->bytes == 2) gate_rows(x, 2, rows);
+        else gate_rows(x, 4, rows);
     }
     return 0;
 }

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ...specification.layers import Gelu, LinearIntegers, row_constants
+from ...specification.layers import ACTIVATIONS, Activation, LinearIntegers, row_constants
 from . import launch
 
 LINEAR = launch.arguments_type(
-    ("x", "weight", "bias", "multiplier", "residual", "gelu_multiplier", "gelu_offset", "out", "packed"), 8
+    ("x", "weight", "bias", "multiplier", "residual", "activation_multiplier", "activation_offset", "out", "packed"), 9
 )
+_Gated = launch.arguments_type(("x", "multiplier", "offset", "out"), 6)
 _LayerNorm = launch.arguments_type(("h", "gain", "offset", "out"), 10)
 _Mean = launch.arguments_type(("x", "multiplier", "offset", "out"), 7)
 _Patches = launch.arguments_type(("x", "out"), 7)
@@ -52,7 +53,7 @@ def contiguous(x: torch.Tensor) -> torch.Tensor:
         steps[-2:] = [(steps[-2][0] * steps[-1][0], steps[-1][1])]
     if len(steps) > 2 or not x.numel():
         return x.contiguous()
-    (images, image), (rows, step) = [*((1, 0),) * (2 - len(steps)), *steps]
+    (images, image), (rows, step) = [(1, 0)] * (2 - len(steps)) + steps
     out = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     _move(x, None, out.view(images, rows, row), (image, step), row)
     return out
@@ -67,12 +68,17 @@ def gather_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def _number(activation: str) -> int:
+    """Return an activation's number in ``network.c``."""
+    return 1 + list(ACTIVATIONS).index(activation)
+
+
 def launch_linear(
     x: torch.Tensor,
     layer: LinearIntegers,
     out_dtype: torch.dtype,
     residual: torch.Tensor | None,
-    gelu: Gelu | None,
+    activation: Activation | None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run a linear layer and what is fused with it: :meth:`qflash.reference_backend.Backend.linear`.
@@ -88,14 +94,12 @@ def launch_linear(
         return out
     x, weight, bias, multiplier = contiguous(x), weight.contiguous(), bias.contiguous(), multiplier.contiguous()
     residual = None if residual is None else contiguous(residual)
-    gelu_multiplier, gelu_offset, gelu_shift = (None, None, 0) if gelu is None else gelu
-    gelu_multiplier = None if gelu_multiplier is None else gelu_multiplier.contiguous()
-    gelu_offset = None if gelu_offset is None else gelu_offset.contiguous()
-    tensors = (x, weight, bias, multiplier, residual, gelu_multiplier, gelu_offset, out, None)
+    factors = (None, None) if activation is None else (activation.multiplier.contiguous(), activation.offset.contiguous())
+    tensors = (x, weight, bias, multiplier, residual, *factors, out, None)
     rows = out.numel() // outputs
     integers = (
-        rows, inputs, outputs, left, out.element_size(), gelu_shift, launch.threads_for(rows * inputs * outputs),
-        x.element_size(),
+        rows, inputs, outputs, left, out.element_size(), 0 if activation is None else activation.shift,
+        launch.threads_for(rows * inputs * outputs), x.element_size(), 0 if activation is None else _number(activation.name),
     )  # fmt: skip
     launch.run_call("linear", LINEAR, tensors, integers, "for the packed weights of a linear layer")
     return out
@@ -157,4 +161,22 @@ def launch_mean(
         x = x if x.stride(2) == 1 else contiguous(x)
         integers = (images, tokens, channels, x.stride(0), x.stride(1), left, out.element_size())
         launch.run_call("mean", _Mean, (x, multiplier.contiguous(), offset.contiguous(), out), integers)
+    return out
+
+
+def launch_gated(
+    x: torch.Tensor, gate_multiplier: int, multiplier: torch.Tensor, offset: torch.Tensor, activation: str,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    """Run a gated product; arguments are those of :func:`qflash.network.operators.gated.gated`, which checks them."""
+    channels = x.shape[-1] // 2
+    out = torch.empty((*x.shape[:-1], channels), dtype=out_dtype, device="cpu")
+    if out.numel() == 0:
+        return out
+    tensors = contiguous(x), multiplier.contiguous(), offset.contiguous(), out
+    integers = (
+        out.numel() // channels, channels, gate_multiplier, _number(activation), out.element_size(),
+        launch.threads_for(8 * out.numel()),
+    )  # fmt: skip
+    launch.run_call("gated", _Gated, tensors, integers)
     return out

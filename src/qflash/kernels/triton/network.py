@@ -3,7 +3,7 @@
 The bits of :mod:`qflash.specification.layers`, by the functions of :mod:`.common.network_ops`, on every GPU from sm_80 on.
 
 * A linear layer: a program has BLOCK_M rows by BLOCK_N outputs. Its sums stay in registers, take BLOCK_K
-  inputs at a time from the int8 tensor core, and go through the epilogue there: another unit, then residual or GELU, then
+  inputs at a time from the int8 tensor core, and go through the epilogue there: another unit, then residual or activation, then
   saturation. Hopper has a kernel of its own for most of these (:mod:`.gluon.sm90.linear`).
 * Normalisation: a program has BLOCK_M whole rows, which it reads once.
 * The mean over an image's tokens, and the cutting of images into patches.
@@ -20,7 +20,7 @@ import triton.language as tl
 from ...specification.layers import row_constants
 from ..common.dependent_launch import wait_for_kernels
 from ..common.fixed_point import multiply_round
-from ..common.network_ops import gelu_int8, normalise, places_of, row_factors, saturate
+from ..common.network_ops import activate, normalise, places_of, row_factors, saturate
 from ..device import processors_of
 from ..heuristics import dependent_launch
 from ..launch_arguments import LinearCall, image_divisor
@@ -28,13 +28,22 @@ from ..launch_recorder import KernelLaunch
 
 
 @triton.jit(
-    do_not_specialize=("left", "gelu_shift", "tokens", "image_inverse", "image_bits", "out_tokens", "first", "residual_tokens")
+    do_not_specialize=(
+        "left",
+        "activation_shift",
+        "tokens",
+        "image_inverse",
+        "image_bits",
+        "out_tokens",
+        "first",
+        "residual_tokens",
+    )
 )
 def int8_linear_kernel(
-    x_ptr, weight_ptr, bias_ptr, multiplier_ptr, residual_ptr, gelu_multiplier_ptr, gelu_offset_ptr, o_ptr,
+    x_ptr, weight_ptr, bias_ptr, multiplier_ptr, residual_ptr, activation_multiplier_ptr, activation_offset_ptr, o_ptr,
     places_ptr,
-    rows, inputs, outputs, tokens, image_inverse, image_bits, out_tokens, first, residual_tokens, left, gelu_shift,
-    PLACES: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr, WHOLE: tl.constexpr,
+    rows, inputs, outputs, tokens, image_inverse, image_bits, out_tokens, first, residual_tokens, left, activation_shift,
+    PLACES: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows by BLOCK_N outputs of a linear layer.
@@ -84,10 +93,11 @@ def int8_linear_kernel(
     at = to[:, None] * outputs + n[None, :]
     if RESIDUAL:
         y += tl.load(residual_ptr + beside[:, None] * outputs + n[None, :], mask=there, other=0).to(tl.int32)
-    if GELU:
-        gelu_multiplier = tl.load(gelu_multiplier_ptr + n, mask=inside, other=0)
-        gelu_offset = tl.load(gelu_offset_ptr + n, mask=inside, other=0)
-        out = gelu_int8(y, gelu_multiplier[None, :], gelu_offset[None, :], gelu_shift, GUARD)
+    if ACTIVATION != "":
+        activation_multiplier = tl.load(activation_multiplier_ptr + n, mask=inside, other=0)
+        activation_offset = tl.load(activation_offset_ptr + n, mask=inside, other=0)
+        y = activate(y, ACTIVATION) * activation_multiplier[None, :] + activation_offset[None, :]
+        out = saturate(y >> activation_shift, tl.int8, GUARD)
     else:
         out = saturate(y, o_ptr.dtype.element_ty, GUARD)
     tl.store(o_ptr + at, out, mask=there)

@@ -11,15 +11,37 @@ from ..modules import (
     Join,
     LayerNorm,
     Linear,
+    LinearActivation,
     LinearGelu,
+    LinearRelu,
+    LinearSilu,
     Mean,
     PatchEmbedding,
     WideLinear,
     Widen,
 )
+from .gated import Gated
+from .tokens import Tokens
 
 OPERATORS: dict[str, type[IntegerModule]] = {
     kind.__name__: kind
-    for kind in (PatchEmbedding, LayerNorm, Linear, WideLinear, LinearGelu, Attention, Mean, First, Join, Widen)
+    for kind in (
+        PatchEmbedding,
+        LayerNorm,
+        Linear,
+        WideLinear,
+        LinearGelu,
+        LinearSilu,
+        LinearRelu,
+        Attention,
+        Mean,
+        First,
+        Join,
+        Widen,
+        Gated,
+        Tokens,
+    )
 }
 """Kinds of node of an integer network, by name."""
+WITH_ACTIVATION = {kind.activation: kind for kind in OPERATORS.values() if issubclass(kind, LinearActivation)}
+"""Linear layers by the activation behind them."""

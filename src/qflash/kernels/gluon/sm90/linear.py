@@ -1,6 +1,6 @@
 """Linear layers of an integer network on Hopper, with everything that is fused behind them (Gluon).
 
-The bits of :func:`qflash.network.execution.int8_linear` and :func:`~qflash.network.execution.int8_linear_gelu`.
+The bits of :func:`qflash.network.execution.int8_linear` and of the operators with an activation beside it.
 
 A program stays and takes one tile of outputs after the other; two or more programs share a processor. The copy engine brings
 activations and weights into a ring of slots in shared memory, STAGES - 1 steps of BLOCK_K inputs ahead, also over the end of
@@ -13,8 +13,8 @@ bytes. The matrix of weights is described with five dimensions for that, and sta
 
 *Epilogue.* Measured on an H100, epilogues cost what they have in instructions: they hardly run beside products, whatever
 shares a processor. The likely reason is that an int8 product of 64 by 128 by 32 rewrites its accumulators every 64 cycles,
-which leaves the registers little time. :func:`_gelu` therefore clamps in fewer instructions than
-:func:`.common.network_ops.gelu`, and saturation packs two or four numbers an instruction.
+which leaves the registers little time. :func:`_activate` therefore clamps in fewer instructions than
+:func:`.common.network_ops.activate`, and saturation packs two or four numbers an instruction.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ...common.dependent_launch import wait_for_kernels
-from ...common.network_ops import GELU_END, GELU_LIMIT, gelu_tail, places_of
+from ...common.network_ops import ACTIVATION_LIMIT, TAIL_END, less_tail, places_of
 from ..ptx_ops import barrier
 
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -71,10 +71,11 @@ def _in_order(sums, GROUP: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _gelu(u):
-    """:func:`.common.network_ops.gelu`."""
-    rest = gl.inline_asm_elementwise(REST, "=r,r,r", [u, GELU_END], gl.int32, True, 1)
-    return gl.inline_asm_elementwise(RELU, "=r,r,r", [u, GELU_LIMIT], gl.int32, True, 1) - gelu_tail(rest)
+def _activate(u, ACTIVATION: gl.constexpr):
+    """:func:`.common.network_ops.activate`."""
+    rest = gl.inline_asm_elementwise(REST, "=r,r,r", [u, TAIL_END], gl.int32, True, 1)
+    positive = gl.inline_asm_elementwise(RELU, "=r,r,r", [u, ACTIVATION_LIMIT], gl.int32, True, 1)
+    return less_tail(positive, rest, ACTIVATION)
 
 
 @gluon.jit
@@ -98,12 +99,12 @@ def _next_tile(m, n, wide, down, across):
 @gluon.jit
 def _store_tile(
     sums, m, n, numbers, places,
-    PLACES: gl.constexpr, RESIDUAL: gl.constexpr, GELU: gl.constexpr, EVEN: gl.constexpr, GROUP: gl.constexpr,
+    PLACES: gl.constexpr, RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr, EVEN: gl.constexpr, GROUP: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
     """Take the sums of tile (m, n) through the epilogue to memory."""
-    constants, residual_ptr, o_ptr, rows, outputs, left, gelu_shift = numbers
-    bias_ptr, multiplier_ptr, gelu_multiplier_ptr, gelu_offset_ptr = constants
+    constants, residual_ptr, o_ptr, rows, outputs, left, activation_shift = numbers
+    bias_ptr, multiplier_ptr, activation_multiplier_ptr, activation_offset_ptr = constants
     BLOCK_M: gl.constexpr = sums.shape[0]
     BLOCK_N: gl.constexpr = sums.shape[1]
     L: gl.constexpr = outputs_layout(BLOCK_N, BLOCK_M, GROUP, WARPS)
@@ -126,10 +127,10 @@ def _store_tile(
     at = to[:, None] * outputs + columns[None, :]
     if RESIDUAL:
         y += gl.load(residual_ptr + (beside[:, None] * outputs + columns[None, :]), mask=there, other=0).to(gl.int32)
-    if GELU:
-        gelu_multiplier = _constants(gelu_multiplier_ptr, columns, outputs, EVEN)
-        gelu_offset = _constants(gelu_offset_ptr, columns, outputs, EVEN)
-        y = (_gelu(y) * gelu_multiplier[None, :] + gelu_offset[None, :]) >> gelu_shift
+    if ACTIVATION != "":
+        activation_multiplier = _constants(activation_multiplier_ptr, columns, outputs, EVEN)
+        activation_offset = _constants(activation_offset_ptr, columns, outputs, EVEN)
+        y = (_activate(y, ACTIVATION) * activation_multiplier[None, :] + activation_offset[None, :]) >> activation_shift
     if o_ptr.dtype.element_ty == gl.int8:
         out = gl.inline_asm_elementwise(PACK_INT8, "=r,r,r,r,r", [y], gl.int8, True, 4)
     elif o_ptr.dtype.element_ty == gl.int16:
@@ -154,14 +155,15 @@ def _load_step(
 @gluon.jit(
     do_not_specialize=(
         "rows", "steps", "inverse_wide", "down", "across", "tokens", "image_inverse", "image_bits", "out_tokens", "first",
-        "residual_tokens", "left", "gelu_shift",
+        "residual_tokens", "left", "activation_shift",
     )
 )  # fmt: skip
 def hopper_linear_kernel(
-    x_desc, weight_desc, bias_ptr, multiplier_ptr, residual_ptr, gelu_multiplier_ptr, gelu_offset_ptr, o_ptr, places_ptr,
+    x_desc, weight_desc, bias_ptr, multiplier_ptr, residual_ptr, activation_multiplier_ptr, activation_offset_ptr, o_ptr,
+    places_ptr,
     rows, outputs, steps, inverse_wide, down, across, tokens, image_inverse, image_bits, out_tokens, first, residual_tokens,
-    left, gelu_shift,
-    PLACES: gl.constexpr, RESIDUAL: gl.constexpr, GELU: gl.constexpr, EVEN: gl.constexpr, GROUP: gl.constexpr,
+    left, activation_shift,
+    PLACES: gl.constexpr, RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr, EVEN: gl.constexpr, GROUP: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Tiles of a linear layer, BLOCK_M rows by BLOCK_N outputs each.
@@ -185,8 +187,8 @@ def hopper_linear_kernel(
     program = gl.program_id(0)
     m = ((program.to(gl.int64) * inverse_wide) >> 30).to(gl.int32)
     n = program - m * wide
-    constants = (bias_ptr, multiplier_ptr, gelu_multiplier_ptr, gelu_offset_ptr)
-    numbers = (constants, residual_ptr, o_ptr, rows, outputs, left, gelu_shift)
+    constants = (bias_ptr, multiplier_ptr, activation_multiplier_ptr, activation_offset_ptr)
+    numbers = (constants, residual_ptr, o_ptr, rows, outputs, left, activation_shift)
     places = (places_ptr, tokens, image_inverse, image_bits, out_tokens, first, residual_tokens)
     wait_for_kernels(DEPENDENT)
     # the step to load next
@@ -236,5 +238,5 @@ def hopper_linear_kernel(
                 slot = 0
                 phase ^= 1
         sums = warpgroup_mma_wait(0, deps=(sums,))
-        _store_tile(sums, m, n, numbers, places, PLACES, RESIDUAL, GELU, EVEN, GROUP, WARPS)
+        _store_tile(sums, m, n, numbers, places, PLACES, RESIDUAL, ACTIVATION, EVEN, GROUP, WARPS)
         m, n = _next_tile(m, n, wide, down, across)

@@ -1,0 +1,150 @@
+"""Gated products as an operator of integer networks; its integers are :func:`qflash.specification.gated.gated`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...backends import find_backend
+from ...specification.gated import GATE_BITS, PRODUCT_SHIFT
+from ...specification.layers import ACTIVATIONS, INT32, LIMITS
+from ...validation import check_backend, check_tensor
+from .. import activations
+from ..modules import DTYPES, OwnForms, require_lists, require_within
+
+_LIBRARY = torch.library.Library("qflash", "FRAGMENT")
+_LIBRARY.define(
+    "gated(Tensor x, int gate_multiplier, Tensor multiplier, Tensor offset, str activation, ScalarType out_dtype, "
+    "str backend) -> Tensor"
+)
+
+
+def _check(
+    x: torch.Tensor, gate_multiplier: int, multiplier: torch.Tensor, offset: torch.Tensor, activation: str,
+    out_dtype: torch.dtype, backend: str,
+) -> None:  # fmt: skip
+    if out_dtype not in LIMITS:
+        raise TypeError(f"out_dtype must be int8, int16 or int32, got {str(out_dtype).removeprefix('torch.')}")
+    check_backend(backend)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    check_tensor("x", x, (torch.int16,), 1)
+    if x.shape[-1] % 2:
+        raise ValueError(f"x must have gates and as many values as its last dimension, got shape {tuple(x.shape)}")
+    require_within("gate_multiplier", gate_multiplier, 0, INT32[1])
+    for name, each in (("multiplier", multiplier), ("offset", offset)):
+        check_tensor(name, each, (torch.int32,), 1)
+        if each.shape != (x.shape[-1] // 2,):
+            raise ValueError(f"{name} must have shape ({x.shape[-1] // 2},), got {tuple(each.shape)}")
+        if each.device != x.device:
+            raise ValueError(f"{name} is on {each.device}, the activations are on {x.device}; they must agree")
+
+
+def gated(
+    x: torch.Tensor, gate_multiplier: int, multiplier: torch.Tensor, offset: torch.Tensor, activation: str,
+    out_dtype: torch.dtype, backend: str,
+) -> torch.Tensor:  # fmt: skip
+    """Multiply values by activations of gates; see :class:`Gated`.
+
+    Args:
+        x: int16 (..., 2 * channels): gates, then values.
+        gate_multiplier: 0 to 2**31 - 1.
+        multiplier, offset: int32 (channels,).
+        activation: of :data:`qflash.specification.layers.ACTIVATIONS`.
+        out_dtype: int8, int16 or int32.
+        backend: see :func:`qflash.attention`.
+
+    Returns:
+        (..., channels).
+
+    Raises:
+        TypeError: a tensor or the output has another dtype.
+        ValueError: a shape, a device, a number or a name does not fit, or the back end cannot run there.
+    """
+    _check(x, gate_multiplier, multiplier, offset, activation, out_dtype, backend)
+    return find_backend(backend, x.device).gated(x, gate_multiplier, multiplier, offset, activation, out_dtype)
+
+
+def _fake_gated(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    _check(x, *arguments)
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=arguments[4])
+
+
+_LIBRARY.impl("gated", gated, "CompositeExplicitAutograd")
+torch.library.register_fake("qflash::gated", _fake_gated, lib=_LIBRARY)
+
+
+class Gated(OwnForms):
+    """Values times activations of gates, int16 (gates, then values) to int8 for a linear layer or int16 for a normalisation.
+
+    Attributes:
+        activation: of :data:`qflash.specification.layers.ACTIVATIONS`.
+        gate_multiplier: A of :func:`qflash.specification.gated.gated`.
+        multiplier, offset: int32 (channels,), R and B of it.
+    """
+
+    constants: tuple[str, ...] = ("gate_multiplier",)
+    multiplier: torch.Tensor
+    offset: torch.Tensor
+
+    def __init__(self, channels: int, dtype: str, activation: str) -> None:
+        """Make it empty.
+
+        Args:
+            channels: of the values.
+            dtype: of the outputs.
+            activation: see there.
+        """
+        super().__init__(channels=channels, dtype=dtype, activation=activation)
+        require_lists(1, channels=[channels])
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        if not isinstance(activation, str) or activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        self.dtype, self.activation, self.gate_multiplier = DTYPES[dtype], activation, 0
+        self._buffer("multiplier", (channels,), torch.int32)
+        self._buffer("offset", (channels,), torch.int32)
+
+    def check_values(self) -> None:
+        require_within("gate_multiplier", self.gate_multiplier, 0, INT32[1])
+        require_within("multiplier", self.multiplier, 0, INT32[1])
+        require_within("offset", self.offset, 1 - (1 << 30), (1 << 30) - 1)
+
+    def forward(self, x: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+        """Return (..., channels) of the module's dtype from int16 (..., 2 * channels)."""
+        out: torch.Tensor = torch.ops.qflash.gated(
+            x, self.gate_multiplier, self.multiplier, self.offset, self.activation, self.dtype, backend
+        )
+        return out
+
+    def write_onnx(self, graph: Any, inputs: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> Any:
+        gate, value = graph.split(inputs[0], 2)
+        u = graph.cast(graph.multiply_round(gate, self.gate_multiplier, GATE_BITS), np.int32)
+        product = graph.multiply_round(activations.onnx(graph, self.activation, u), value, PRODUCT_SHIFT)
+        factor, offset = (x.cpu().numpy().astype(np.int64) for x in (self.multiplier, self.offset))
+        # (p + B) R + half a unit is p R + (B R + half)
+        most = int((((1 << 30) + abs(offset)) * factor).max()) + (1 << 31)
+        after = 128 if self.dtype == torch.int8 else 0
+        wide = graph.multiply(graph.cast(product, np.int64), factor, np.int64)
+        out = graph.shift_right(wide, 32, most, factor * offset + (1 << 31), after)
+        if self.dtype == torch.int8:
+            return graph.cast(graph.clip(out, 0, 255), np.uint8)
+        return graph.cast(out if self.dtype == torch.int32 else graph.clip(out, *LIMITS[self.dtype]), np.int32)
+
+    def write_tosa(self, graph: Any, inputs: Sequence[Any], batch: int) -> Any:
+        channels, x = self.multiplier.numel(), inputs[0]
+        gate, value = graph.cut(x, 0, channels, 3), graph.cut(x, channels, 2 * channels, 3)
+        u = graph.multiply(gate, self.gate_multiplier, GATE_BITS)
+        product = graph.multiply(activations.tosa(graph, self.activation, u), value, PRODUCT_SHIFT)
+        product = graph.add(product, self.offset.cpu().numpy())
+        factor = self.multiplier.cpu().numpy()
+        if self.dtype == torch.int8:
+            return graph.rescale(product, factor, 32, np.int8)
+        out = graph.rescale(product, factor, 32, np.int32)
+        if self.dtype == torch.int32:
+            return out
+        low, high = LIMITS[self.dtype]
+        return graph.maximum(graph.minimum(out, high), low)

@@ -1,0 +1,140 @@
+"""Which tensors of a float model an integer network gives: :func:`select_outputs`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+OutputsOf = Callable[[nn.Module, torch.Tensor], Any]
+"""Takes the model and normalised images, and returns a tensor, a tuple, or a dictionary of tensors."""
+TOKENS, FEATURES, LOGITS = "tokens", "features", "logits"
+"""Names that mean the same in every model of timm and transformers."""
+_FIELDS = {TOKENS: "last_hidden_state", FEATURES: "pooler_output"}
+"""What transformers calls them."""
+HIDDEN_STATES = "hidden_states."
+WRAPPED = "model"
+"""The name of a model in its :class:`Selected`."""
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """Return a copy of a model's modules that has the same tensors, or the model itself where its modules cannot be copied.
+
+    ``torch.export`` puts other tensors into modules for as long as it traces, and hooks may be set, which threads that use
+    the model would meet. Tensors made in inference mode are copied, since they cannot be traced.
+    """
+    tensors = [x for module in model.modules() for x in vars(module).values() if isinstance(x, torch.Tensor)]
+    same = {id(x): x for x in (*model.parameters(), *model.buffers(), *tensors) if not x.is_inference()}
+    try:
+        return copy.deepcopy(model, same)
+    except Exception:  # whatever an attribute of a foreign module says to being copied
+        return model
+
+
+def _is_timm(model: nn.Module) -> bool:
+    return all(callable(getattr(model, name, None)) for name in ("forward_features", "forward_head", "get_classifier"))
+
+
+def select_outputs(model: nn.Module, outputs: Sequence[str] | OutputsOf | None) -> nn.Module:
+    """Return a module that takes the model's images and returns the outputs that are wanted, perhaps among others.
+
+    Args:
+        model: the float one; it is not changed.
+        outputs: see :func:`qflash.quantize_model`.
+
+    Raises:
+        TypeError: ``outputs`` is neither None, a function nor a list of names.
+        ValueError: there are no names, or one is named twice.
+    """
+    if outputs is None:
+        return model
+    if callable(outputs):
+        return Selected(model, outputs)
+    if isinstance(outputs, str) or not all(isinstance(name, str) for name in outputs):
+        raise TypeError(f"outputs must be None, a list of names, or a function of model and images, got {outputs!r}")
+    names = tuple(outputs)
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"outputs must be names, each of them once, got {list(names)}")
+    modules = dict(model.named_modules())
+    known = {*modules, TOKENS, FEATURES, *_FIELDS.values(), *([LOGITS] if _is_timm(model) else [])}
+    inside = any(name in known or name.startswith(HIDDEN_STATES) for name in names)
+    return Selected(model, names) if inside else model
+
+
+class Selected(nn.Module):
+    """Runs a model and returns a dictionary with what it returns, and with what its submodules compute.
+
+    Attributes:
+        outputs: names, or a function of model and images.
+    """
+
+    def __init__(self, model: nn.Module, outputs: Sequence[str] | OutputsOf) -> None:
+        super().__init__()
+        self.model, self.outputs = copy_of(model), outputs
+        self.training = model.training
+
+    def forward(self, images: torch.Tensor) -> Any:
+        """Return what the function does, or outputs by name.
+
+        Raises:
+            ValueError: a submodule is not called, or more than once, or computes no tensor.
+        """
+        if callable(self.outputs):
+            return self.outputs(self.model, images)
+        model: Any = self.model
+        modules = dict(model.named_modules())
+        seen: dict[str, list[Any]] = {name: [] for name in self.outputs if name in modules and name}
+        base = getattr(model, "base_model", None)
+        hidden = any(name.startswith(HIDDEN_STATES) for name in self.outputs)
+        inner: list[Any] = []
+        before: list[Any] = []
+        handles = [modules[name].register_forward_hook(_keeper(seen[name])) for name in seen]
+        if _is_timm(model):
+            classifier = model.get_classifier()
+            if isinstance(classifier, nn.Module):
+                handles.append(classifier.register_forward_pre_hook(lambda _, args: before.append(args[0])))
+        elif isinstance(base, nn.Module) and base is not model:
+            handles.append(base.register_forward_hook(_keeper(inner)))
+        try:
+            if _is_timm(model):
+                tokens = model.forward_features(images)
+                made = model.forward_head(tokens)
+                found = {"output": made, LOGITS: made, TOKENS: tokens, **({FEATURES: before[-1]} if before else {})}
+            else:
+                found = _fields(model(images, output_hidden_states=True) if hidden else model(images))
+                found = {**_fields(inner[-1] if inner else None), **found}
+                found |= {name: found[field] for name, field in _FIELDS.items() if field in found and name not in found}
+        finally:
+            for handle in handles:
+                handle.remove()
+        for name, outs in seen.items():
+            if name in found:
+                continue
+            if len(outs) != 1:
+                raise ValueError(f"outputs: submodule {name!r} must be called once, is called {len(outs)} times")
+            out = outs[0]
+            found[name] = next((x for x in out if isinstance(x, torch.Tensor)), None) if isinstance(out, (tuple, list)) else out
+            if not isinstance(found[name], torch.Tensor):
+                raise ValueError(f"outputs: submodule {name!r} must compute a tensor, gives {type(out).__name__}")
+        # with a name that is unknown all, for the error that lists them
+        return {name: found[name] for name in self.outputs} if found.keys() >= {*self.outputs} else found
+
+
+def _keeper(outs: list[Any]) -> Callable[..., None]:
+    return lambda _, __, out: outs.append(out)
+
+
+def _fields(returned: Any) -> dict[str, Any]:
+    """Return what a model returned by name: fields, ``"hidden_states.3"``, ``"output"``, ``"output0"``."""
+    if isinstance(returned, torch.Tensor):
+        return {"output": returned}
+    if isinstance(returned, Mapping):
+        found: dict[str, Any] = {}
+        for name, x in returned.items():
+            several = isinstance(x, (tuple, list))
+            found |= {f"{name}.{number}": each for number, each in enumerate(x)} if several else {name: x}
+        return found
+    return {f"output{number}": x for number, x in enumerate(returned or ())}

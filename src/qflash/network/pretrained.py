@@ -1,0 +1,114 @@
+"""An integer network as a model of transformers, which this module imports; see :func:`.hugging_face.transformers_model`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from .graph import IntegerNetwork
+from .outputs import FEATURES, HIDDEN_STATES, LOGITS, TOKENS
+
+_FIELDS = {
+    LOGITS: "logits", "output": "logits", TOKENS: "last_hidden_state", "last_hidden_state": "last_hidden_state",
+    FEATURES: "pooler_output", "pooler_output": "pooler_output", "image_embeds": "image_embeds",
+}  # fmt: skip
+"""By the name of a network's output the field of :class:`IntegerOutput`."""
+
+
+@dataclasses.dataclass
+class IntegerOutput(ModelOutput):
+    """What a network gives, float32; None for what it does not.
+
+    Attributes:
+        last_hidden_state: (batch, tokens, channels).
+        pooler_output, image_embeds: (batch, channels).
+        logits: (batch, classes).
+        hidden_states: (batch, tokens, channels) of each block that is an output of the network.
+    """
+
+    last_hidden_state: torch.Tensor | None = None
+    pooler_output: torch.Tensor | None = None
+    image_embeds: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+
+
+class IntegerModel(PreTrainedModel):
+    """Runs an integer network where transformers runs a model.
+
+    Attributes:
+        network: integer.
+    """
+
+    config_class = PretrainedConfig
+    main_input_name = "pixel_values"
+    # whatever attention the float model's config names
+    _supports_sdpa = _supports_flash_attn = _supports_flash_attn_2 = _supports_flex_attn = _supports_attention_backend = True
+
+    def __init__(self, network: IntegerNetwork, config: PretrainedConfig) -> None:
+        super().__init__(config)
+        unknown = [name for name in network.outputs if name not in _FIELDS and not name.startswith(HIDDEN_STATES)]
+        fields = [_FIELDS[name] for name in network.outputs if name in _FIELDS]
+        if unknown or len(set(fields)) < len(fields):
+            raise ValueError(
+                f"outputs of the network must be of {', '.join(_FIELDS)} or {HIDDEN_STATES}3, each field once, are "
+                f"{', '.join(network.outputs)}"
+            )
+        self.network = network
+        self.eval()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of outputs."""
+        return torch.float32
+
+    @property
+    def device(self) -> torch.device:
+        """Of the network."""
+        return next(self.network.buffers()).device
+
+    def forward(self, pixel_values: torch.Tensor, return_dict: bool | None = None, **options: Any) -> Any:
+        """Return the outputs of the network, dequantised.
+
+        Args:
+            pixel_values: uint8 (batch, channels, height, width).
+            return_dict: False for a tuple.
+            options: of other models of transformers, which must not ask for anything that the network does not give.
+
+        Raises:
+            TypeError: ``pixel_values`` are not uint8.
+            ValueError: they have another size, or an option asks for something else.
+        """
+        hidden = any(name.startswith(HIDDEN_STATES) for name in self.network.outputs)
+        asked = [name for name, value in options.items() if value and not (name == "output_hidden_states" and hidden)]
+        if asked:
+            raise ValueError(
+                f"the integer network does not know {', '.join(asked)}; quantize_model(outputs=) says what it gives"
+            )
+        if isinstance(pixel_values, torch.Tensor) and pixel_values.is_floating_point():
+            raise TypeError(
+                f"pixel_values must be uint8, got {str(pixel_values.dtype).removeprefix('torch.')}: load the image processor "
+                "with do_rescale=False, do_normalize=False, since the network normalises"
+            )
+        found, fields = self.network.run(pixel_values), {}
+        states = []
+        for name, out in found.items():
+            value = out.to(torch.float32) * self.network.scales[name]
+            if name in _FIELDS:
+                fields[_FIELDS[name]] = value
+            else:
+                states.append(value)
+        made = IntegerOutput(**fields, hidden_states=tuple(states) or None)
+        return made.to_tuple() if return_dict is False else made
+
+    def save_pretrained(self, *args: Any, **options: Any) -> None:
+        """Raise: a network has a file of its own.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError("an integer network is saved with model.network.save(path), and loaded with qflash.load_model")

@@ -10,10 +10,9 @@ from .execution import check_images
 
 if TYPE_CHECKING:
     from ..kernels.cpu.plan import Plan
-    from .graph import IntegerNetwork
 
 
-def make_plan(network: IntegerNetwork, batch: int) -> tuple[Plan, torch.Tensor]:
+def make_plan(network: Any, batch: int) -> tuple[Plan, torch.Tensor]:
     """Run a network once and note the calls of C; return them, and the images that they take.
 
     Raises:
@@ -50,7 +49,7 @@ class CpuGraph:
         batch: images a call.
     """
 
-    def __init__(self, network: IntegerNetwork, batch: int) -> None:
+    def __init__(self, network: Any, batch: int) -> None:
         """Note the calls, and compare them with the layers; see :meth:`.graph.IntegerNetwork.graph`."""
         from ..kernels.cpu.plan import Runner
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from ..scalars import whole_number
 from .execution import check_images
 
 WARM_UP = 3
@@ -25,12 +24,7 @@ class NetworkGraph:
 
     def __init__(self, network: Any, batch: int) -> None:
         """Warm up and capture; see :meth:`.graph.IntegerNetwork.graph`."""
-        batch = whole_number("batch", batch)
-        if batch < 1:
-            raise ValueError(f"batch must be at least 1, got {batch}")
         device = next(network.buffers()).device
-        if device.type != "cuda":
-            raise ValueError(f"network must be on an NVIDIA GPU for a CUDA graph, call network.cuda() first; it is on {device}")
         self.batch = batch
         # held, as is what the graph reads
         self._network = network

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..scalars import whole_number
 from ..specification.recipe import Recipe
+from .cpu_graph import CpuGraph
 from .cuda_graph import NetworkGraph
 from .execution import check_images
 from .modules import EXTRA_STATE, LOADED, IntegerModule, Mean, Widen
@@ -258,24 +260,28 @@ class IntegerNetwork(IntegerModule):
             missing_keys.append(prefix + EXTRA_STATE)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
-    def graph(self, batch: int) -> NetworkGraph:
-        """Capture the forward pass of so many images in a CUDA graph, and return what replays it: images in, logits out.
+    def graph(self, batch: int) -> NetworkGraph | CpuGraph:
+        """Capture the forward pass of so many images, and return what replays it: images in, logits out.
 
-        The network stays as it is. A graph knows nothing of later changes: moved, or loaded with other weights, capture it
-        again.
+        On an NVIDIA GPU a CUDA graph; on a CPU one call of C, with packed weights. The network stays as it is. A graph knows
+        nothing of later changes: moved, or loaded with other weights, capture it again.
 
         Args:
             batch: images a call, at least 1.
 
         Raises:
-            TypeError, ValueError: ``batch`` is no such number, or the network is not on an NVIDIA GPU.
+            TypeError, ValueError: ``batch`` is no such number; on a CPU a node computes outside of the C kernels.
+            RuntimeError: there are no C kernels on this machine.
 
         Example::
 
             run = network.cuda().graph(64)
             logits = run(images)
         """
-        return NetworkGraph(self, batch)
+        batch = whole_number("batch", batch)
+        if batch < 1:
+            raise ValueError(f"batch must be at least 1, got {batch}")
+        return (NetworkGraph if next(self.buffers()).device.type == "cuda" else CpuGraph)(self, batch)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the network to a file; see :func:`qflash.load_model`."""
@@ -297,6 +303,12 @@ class IntegerNetwork(IntegerModule):
         from .tosa_export import export_tosa
 
         return export_tosa(self, path, batch=batch)
+
+    def export_c(self, folder: str | os.PathLike[str], *, batch: int = 1) -> None:
+        """Write the network as a program in C; see :func:`qflash.export_c`."""
+        from .c_export import export_c
+
+        export_c(self, folder, batch=batch)
 
     def dequantize(self, output: Any) -> Any:
         """Return int32 logits or features as float32; of a network with several outputs the dictionary of them."""

@@ -562,6 +562,22 @@ def mean(h, b, R, left, bits):
     return saturate(rescale(h.astype(np.int64).sum(axis=1), left, b, R), bits)
 
 
+def rotary(x, cos, sin, b, R):
+    """int16 (batch, tokens, channels) to int8; cos and sin are (heads, tokens, half the channels of a head)."""
+    heads, tokens, half = cos.shape
+    x = x.astype(np.int64).reshape(len(x), tokens, -1, heads, 2, half)
+    first, second = x[..., 0, :], x[..., 1, :]
+    cos, sin = (each.transpose(1, 0, 2)[:, None] for each in (cos, sin))
+    turned = np.stack([first * cos - second * sin, second * cos + first * sin], axis=-2)
+    return saturate(rescale(turned.reshape(len(x), tokens, -1), 0, b, R), 8)
+
+
+def cosines_and_sines(turns):
+    """The lower and the upper 16 bits of int32, each with its sign."""
+    low = turns.astype(np.int64) % 2**16
+    return np.where(low < 2**15, low, low - 2**16), turns.astype(np.int64) >> 16
+
+
 def to_windows(x, grid, window, roll):
     """(batch, rows × columns, channels) to (batch × windows, tokens, channels), rolled up and left."""
     (rows, columns), (high, wide) = grid, window
@@ -666,6 +682,10 @@ class Network:
         b, R = self.get(name, "offset"), self.get(name, "multiplier")
         return mean(h, b, R, self.parameters["constants"][name]["left"], BITS[sizes["dtype"]])
 
+    def rotary(self, name, sizes, x):
+        x = x.reshape(*x.shape[:2], sizes["channels"])
+        return rotary(x, *cosines_and_sines(self.get(name, "turns")), self.get(name, "offset"), self.get(name, "multiplier"))
+
     def attention(self, name, sizes, *parts):
         heads, dim = sizes["heads"], sizes["head_dim"]
         views = []
@@ -729,6 +749,7 @@ NODES = {
     "Join": Network.join,
     "Widen": Network.widen,
     "Tokens": Network.tokens,
+    "Rotary": Network.rotary,
 }
 
 
@@ -834,6 +855,18 @@ def run_layer_norm(p, x):
     return {"output": layer_norm(x["h"], p["epsilon"], G, B, p["shift"], BITS[p["output"]])}
 
 
+def run_head_norm(p, x):
+    first, heads = p["part"]
+    C = x["gain"].size
+    rows = x["h"][..., first : first + heads * C].reshape(*x["h"].shape[:2], heads, C)
+    return run_layer_norm(p, {**x, "h": rows})
+
+
+def run_rotary(p, x):
+    b, R = (x[name].astype(np.int64) for name in ("offset", "multiplier"))
+    return {"output": rotary(x["x"], *cosines_and_sines(x["turns"]), b, R)}
+
+
 def run_row_constants(p, x):
     found = np.array([row_constants(C) for C in x["C"].tolist()])
     return dict(zip(("I", "i", "K", "j"), found.T, strict=True))
@@ -882,6 +915,8 @@ OPERATIONS = {
     "row_constants": run_row_constants,
     "normalise": lambda p, x: {"N": normalise(x["h"].astype(np.int64), p["epsilon"])},
     "layer_norm": run_layer_norm,
+    "head_norm": run_head_norm,
+    "rotary": run_rotary,
     "mean": run_mean,
     "patches": lambda p, x: {"output": cut_patches(x["images"], p["patch_size"])},
     "windows": run_windows,

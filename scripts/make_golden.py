@@ -28,6 +28,7 @@ from qflash.network import (
 from qflash.network.modules import LayerNorm, Linear, Mean
 from qflash.specification import fixed_point as fp
 from qflash.specification import layers as op
+from qflash.specification import rotary
 from qflash.specification.quantization import QuantizedTensor
 from qflash.specification.recipe import PRESETS
 from qflash.specification.reference import ARITHMETIC_VERSION
@@ -214,6 +215,20 @@ def _mean(parameters: dict[str, Any], inputs: Tensors, _backend: str) -> Tensors
     return {"output": module(inputs["h"])}
 
 
+def _head_norm(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tensors:
+    """Normalisation of some heads' channels: of queries or keys."""
+    first, heads = parameters["part"]
+    module = LayerNorm(inputs["gain"].numel(), parameters["output"], part=(first, heads))
+    fill(module, inputs, "gain", "offset")
+    module.epsilon, module.shift = parameters["epsilon"], parameters["shift"]
+    return {"output": module.to(inputs["h"].device)(inputs["h"], backend)}
+
+
+def _rotary(_parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tensors:
+    x, turns, offset, multiplier = (inputs[role] for role in ("x", "turns", "offset", "multiplier"))
+    return {"output": torch.ops.qflash.rotary(x, turns, offset, multiplier, torch.int8, backend)}
+
+
 def _patches(parameters: dict[str, Any], inputs: Tensors, _backend: str) -> Tensors:
     return {"output": op.patches(inputs["images"], tuple(parameters["patch_size"]))}
 
@@ -280,6 +295,8 @@ OPERATIONS: dict[str, Callable[[dict[str, Any], Tensors, str], Tensors]] = {
     **{f"linear_{name}": _with_activation(name) for name in op.ACTIVATIONS},
     "gated": _gated,
     "layer_norm": _layer_norm,
+    "head_norm": _head_norm,
+    "rotary": _rotary,
     "mean": _mean,
     "patches": _patches,
     "windows": _windows,
@@ -872,6 +889,38 @@ def network_cases() -> dict[str, Case]:
     return cases
 
 
+def rotary_cases() -> dict[str, Case]:
+    """Return rotary positions, and the normalisation of queries and keys that can stand before them."""
+    cases: dict[str, Case] = {}
+    for name, tables, heads, half in (("all-heads", 1, 3, 4), ("each-head", 2, 4, 3), ("one-pair", 1, 1, 1), ("ends", 1, 1, 9)):
+        name = f"rotary/{name}"
+        draw = Draw(name)
+        tokens, channels = 6, 2 * half * heads
+        angle = 3.2 * draw.normal(tables, tokens, half)
+        cos, sin = ((rotary.ONE * x).round() for x in (angle.cos(), angle.sin()))
+        cos[:, 0], sin[:, 0] = rotary.ONE, 0
+        x = (9000 * draw.normal(2, tokens, channels)).round().clamp(-32768, 32767).to(torch.int16)
+        offset, multiplier = draw.integers(-(1 << 27), 1 << 27, channels), draw.integers(1 << 11, 1 << 12, channels)
+        if name == "rotary/ends":
+            # all pairs of ends, saturation, ties, and the largest offsets
+            x = torch.tensor([-32768, 32767, 0]).repeat(3)
+            x = torch.cat((x, torch.tensor([-32768, 32767, 0]).repeat_interleave(3))).to(torch.int16).expand(2, tokens, -1)
+            cos[0, 1:5] = torch.tensor([rotary.ONE, -rotary.ONE]).repeat(2)[:, None]
+            sin[0, 1:5] = torch.tensor([rotary.ONE, -rotary.ONE]).repeat_interleave(2)[:, None]
+            offset[::3], offset[1::3] = rotary.MOST_OFFSET, -rotary.MOST_OFFSET
+            offset[-2:] = torch.tensor([1 << 14, -(1 << 14)])
+            multiplier[:3], multiplier[-2:] = torch.tensor([0, 1, (1 << 31) - 1]), 1 << 17
+        inputs = {"x": x.contiguous(), "turns": rotary.pack_turns(cos, sin), "offset": offset, "multiplier": multiplier}
+        cases[name] = Case("rotary", {}, inputs)
+    for output in ("int8", "int16"):
+        name = f"head-norm/{output}"
+        norm = layer_norm(name, 8, output)
+        h = Draw(f"{name}/rows").normal(2, 5, 40) * 2000
+        norm.inputs["h"] = h.round().clamp(-32768, 32767).to(torch.int16)
+        cases[name] = Case("head_norm", {**norm.parameters, "part": [16, 3]}, norm.inputs)
+    return cases
+
+
 def whole_networks(file: str, networks: Models) -> dict[str, Case]:
     """Return the quantised networks of a committed file, with an image each: small models of random weights.
 
@@ -913,6 +962,11 @@ ACTIVATION_NETWORKS: Models = {
     "vit-swiglu-norm": ("VisionTransformer", {"num_classes": 3, "mlp_layer": "SwiGLU", "scale_mlp_norm": True}),
 }
 """Those with other activations than GELU, and gated MLPs of ``timm.layers``."""
+ROTARY_NETWORKS: Models = {
+    "rotary": ("Eva", {"num_classes": 3, "num_reg_tokens": 1}),
+    "rotary-qk-norm": ("Eva", {"num_classes": 3, "qk_norm": True, "rope_type": "mixed"}),
+}
+"""Those with rotary positions."""
 
 
 def _two_outputs(**options: Any) -> torch.nn.Module:
@@ -967,6 +1021,7 @@ def converted_networks(networks: Models) -> dict[str, Case]:
     makers = {
         "VisionTransformer": lambda **options: timm.models.vision_transformer.VisionTransformer(**{**_VIT, **options}),
         "SwinTransformer": lambda **options: timm.models.swin_transformer.SwinTransformer(**{**_SWIN, **options}),
+        "Eva": lambda **options: timm.models.eva.Eva(**{**_VIT, "use_rot_pos_emb": True, "head_init_scale": 1.0, **options}),
         "two outputs": lambda **options: _two_outputs(**{**_VIT, **options}),
         "tokens": lambda **options: _tokens(**{**_VIT, **options}),
     }
@@ -1074,7 +1129,11 @@ def main() -> None:
         made = {"random": random_cases(arguments.random)}
     else:
         made = {"attention": step_cases() | int8_cases(), "floats": float_cases()}
-        layers = {"networks": (network_cases(), NETWORKS), "activations": (activation_cases(), ACTIVATION_NETWORKS)}
+        layers = {
+            "networks": (network_cases(), NETWORKS),
+            "activations": (activation_cases(), ACTIVATION_NETWORKS),
+            "rotary": (rotary_cases(), ROTARY_NETWORKS),
+        }
         for file, (cases, models) in layers.items():
             made[file] = cases | (converted_networks(models) if arguments.convert else whole_networks(file, models))
     for name, cases in made.items():

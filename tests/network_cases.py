@@ -13,9 +13,11 @@ import torch
 import qflash
 from qflash.network import execution  # noqa: F401 - registers the operators
 from qflash.network.modules import Attention
+from qflash.network.operators import rotary as _rotary_operator  # noqa: F401 - registers the operator
 from qflash.specification import layers as op
 from qflash.specification.fixed_point import Checker
 from qflash.specification.gated import gated
+from qflash.specification.rotary import MOST_OFFSET, ONE, pack_turns, rotary
 
 DTYPES = (torch.int8, torch.int16, torch.int32)
 BITS = {torch.int8: 8, torch.int16: 16, torch.int32: 31}
@@ -76,6 +78,9 @@ class Layer:
             return
         if self.name == "gated":
             gated(*self.arguments, CHECK)
+            return
+        if self.name == "rotary":
+            rotary(*self.arguments, CHECK)
             return
         x, weight, bias, multiplier, left, *rest = self.arguments
         sums = op.rescale(op.integer_matmul(x, weight), left, bias, multiplier, CHECK)
@@ -273,8 +278,33 @@ def draw_gated(number: int) -> Layer:
     return Layer("gated", (spread_out(x, chance.choice(LAYOUTS)), factor, multiplier, offset, name, DTYPES[number % 3]))
 
 
-MOVING = (draw_joined_norm, draw_scattered_linear, draw_embedding, draw_mean, draw_gated)
-"""Draws of layers that take tokens from other places, bring them there, or average them; and of gated products."""
+def draw_rotary(number: int, half: int | None = None) -> Layer:
+    """Return random rotary positions of one to six heads, with a table for all heads or one for each."""
+    chance = random.Random(number)
+    half = half or chance.choice((1, chance.randint(1, 40), 8 * chance.randint(1, 8)))
+    heads, tokens = chance.choice((1, chance.randint(1, 3))), chance.randint(1, 20)
+    shape = chance.randint(0 if number % 8 == 0 else 1, 3), tokens, chance.randint(1, 2) * heads * 2 * half
+    x = integers(-32768, 32768, shape, torch.int16, chance)
+    if number % 4 == 1:
+        x = torch.full_like(x, chance.choice((-32768, 32767)))
+    generator = torch.Generator().manual_seed(chance.getrandbits(40))
+    angle = 7 * torch.rand((heads, tokens, half), generator=generator)
+    turns = pack_turns((angle.cos() * ONE).round(), (angle.sin() * ONE).round())
+    if number % 3 == 0:
+        turns = pack_turns(*(integers(-ONE, ONE + 1, (heads, tokens, half), torch.int32, chance) for _ in range(2)))
+    if number % 4 == 1:
+        ends = [chance.choice((-ONE, 0, ONE)) for _ in range(2)]
+        turns = pack_turns(*(torch.full((heads, tokens, half), end) for end in ends))
+    offset = integers(-MOST_OFFSET, MOST_OFFSET + 1, shape[2:], torch.int32, chance) >> chance.choice((0, 6))
+    bits = chance.choice((9, 11, 18, 31))
+    multiplier = integers(0, 1 << bits, shape[2:], torch.int32, chance)
+    x, turns = spread_out(x, chance.choice(LAYOUTS)), spread_out(turns, chance.choice(LAYOUTS))
+    return Layer("rotary", (x, turns, offset, multiplier, DTYPES[number % 7 % 3]))
+
+
+MOVING = (draw_joined_norm, draw_scattered_linear, draw_embedding, draw_mean, draw_gated, draw_rotary)
+"""Draws of layers that take tokens from other places, bring them there, average them, or know their place; and of gated
+products."""
 
 
 def edge_norms() -> list[Layer]:

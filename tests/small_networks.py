@@ -37,6 +37,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "ReLU": ("vit", {"num_classes": 3, "act_layer": "relu", "depth": 1}),
     "SwiGLU": ("vit", {"num_classes": 3, "mlp_layer": timm.layers.SwiGLUPacked, "act_layer": "silu", "depth": 1}),
     "SwiGLU with a norm": ("vit", {"num_classes": 3, "mlp_layer": timm.layers.SwiGLU, "scale_mlp_norm": True, "depth": 1}),
+    "rotary": ("eva", {"num_classes": 10, "num_reg_tokens": 2, "init_values": 0.3}),
+    "rotary of each head": ("eva", {"num_classes": 4, "rope_type": "mixed", "global_pool": "token", "use_abs_pos_emb": False}),
+    "rotary and norms": ("eva", {"num_classes": 4, "qk_norm": True, "rope_rotate_half": True, "rope_type": "dinov3"}),
     "swin": ("swin", {"num_classes": 10}),
     "swin features": ("swin", {"num_classes": 0}),
 }
@@ -47,6 +50,9 @@ def build(family: str, **options: Any) -> Any:
     torch.manual_seed(0)
     if family == "vit":
         model = timm.models.vision_transformer.VisionTransformer(**{**VIT, **options})
+    elif family == "eva":
+        defaults = {"use_rot_pos_emb": True, "rope_temperature": 100.0, "head_init_scale": 1.0}
+        model = timm.models.eva.Eva(**{**VIT, **defaults, **options})
     else:
         model = timm.models.swin_transformer.SwinTransformer(**{**SWIN, **options})
     channels = model.patch_embed.proj.in_channels

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .plan_cache import Run, Tensors
-from .specification import gated, layers, quantization, reference
+from .specification import gated, layers, quantization, reference, rotary
 from .specification.attention_call import AttentionCall, Scales, VarlenCall, float_call
 from .specification.layers import Activation, LinearIntegers
 from .specification.memory_format import as_four, is_expanded
@@ -209,6 +209,12 @@ class Backend:
     ) -> torch.Tensor:  # fmt: skip
         """Multiply values by activations of gates; see :mod:`qflash.network.operators.gated`."""
         return gated.gated(x, gate_multiplier, multiplier, offset, activation, out_dtype)
+
+    def rotary(
+        self, x: torch.Tensor, turns: torch.Tensor, offset: torch.Tensor, multiplier: torch.Tensor, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Turn pairs of channels; see :mod:`qflash.network.operators.rotary`."""
+        return rotary.rotary(x, turns, offset, multiplier, out_dtype)
 
 
 class KernelBackend(Backend):

@@ -275,6 +275,12 @@ def _patches_spans(x: Sequence[int]) -> dict[str, int]:
     return {"x": size, "out": size}
 
 
+def _rotary_spans(x: Sequence[int]) -> dict[str, int]:
+    rows, tokens, channels, heads, half, item, _ = x
+    constants = {"turns": 4 * heads * tokens * half, "offset": 4 * channels, "multiplier": 4 * channels}
+    return {"x": 2 * rows * channels, **constants, "out": item * rows * channels}
+
+
 class DriverLibrary:
     """What :func:`qflash.kernels.cpu.launch.load` returns, with the functions in another process.
 
@@ -286,7 +292,7 @@ class DriverLibrary:
 
     _ORDER = (
         "attention", "attention_at", "quantize", "bias", "float_attention", "linear", "layer_norm", "varlen_attention", "seen",
-        "gated", "mean", "patches", "move_rows",
+        "gated", "mean", "patches", "move_rows", "rotary",
     )  # fmt: skip
     """Functions by their numbers in ``driver.c``."""
 
@@ -437,6 +443,9 @@ class DriverLibrary:
             "out": (images - 1) * out_image + (rows - 1) * out_row + size,
         }  # fmt: skip
         return self._simple("move_rows", argument, lambda _: spans, ("out",))
+
+    def _rotary(self, argument: Any) -> int:
+        return self._simple("rotary", argument, _rotary_spans, ("out",))
 
     def _bias(self, x: int, out: int, sizes: Any) -> None:
         rows, keys, _ = sizes._obj

@@ -27,7 +27,7 @@ from helpers import (
     move_far,
     same_bits,
 )
-from network_cases import MOVING, draw_gated, draw_layer_norm, draw_linear, extremes
+from network_cases import MOVING, draw_gated, draw_layer_norm, draw_linear, draw_rotary, extremes
 from qflash.execution import attend, quantize_with_scale
 from qflash.kernels.cpu import launch
 from qflash.specification import layers as operators
@@ -313,6 +313,11 @@ def _check_moving(number: int) -> None:
     assert same_bits(layer.run("cpu"), layer.run("reference"))
 
 
+def _check_rotary(number: int) -> None:
+    layer = draw_rotary(number)
+    assert same_bits(layer.run("cpu"), layer.run("reference"))
+
+
 _extremes = functools.cache(extremes)
 
 
@@ -339,6 +344,7 @@ CHECKS: dict[str, tuple[Callable[[int], None], int]] = {
     "layer normalisation": (_check_layer_norm, 60),
     "gated products": (_check_gated, 60),
     "rows, means and patches": (_check_moving, 60),
+    "rotary positions": (_check_rotary, 60),
     "layers at the ends of their ranges": (_check_extreme_layer, 320),
 }
 """What is checked, and how many calls a full run makes of each."""

@@ -124,7 +124,9 @@ def places_of(x: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 @examples(60)
-@given(data=st.data(), kind=st.sampled_from(["class token", "mean then norm", "query and key norms", "SwiGLU", "swin"]))
+@given(
+    data=st.data(), kind=st.sampled_from(["class token", "mean then norm", "query and key norms", "SwiGLU", "rotary", "swin"])
+)
 def test_changed_headers(made: Callable[[str], tuple[Any, Any]], data: st.DataObject, kind: str) -> None:  # noqa: F811
     model, network = made(kind)
 
@@ -140,7 +142,9 @@ def test_changed_headers(made: Callable[[str], tuple[Any, Any]], data: st.DataOb
 
 
 @examples(30)
-@given(data=st.data(), kind=st.sampled_from(["class token", "mean then norm", "query and key norms", "SwiGLU", "swin"]))
+@given(
+    data=st.data(), kind=st.sampled_from(["class token", "mean then norm", "query and key norms", "SwiGLU", "rotary", "swin"])
+)
 def test_changed_tensors(made: Callable[[str], tuple[Any, Any]], data: st.DataObject, kind: str) -> None:  # noqa: F811
     model, network = made(kind)
     before = {name: x.clone() for name, x in network.state_dict().items()}

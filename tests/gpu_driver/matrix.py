@@ -27,7 +27,7 @@ from qflash.kernels.dispatch import launch_attention
 from qflash.kernels.launch_recorder import LaunchRecorder
 from qflash.kernels.triton.swin_bias import launch_window_bias
 from qflash.network import execution as layers
-from qflash.network.operators import gated
+from qflash.network.operators import gated, rotary
 from qflash.specification import reference
 from qflash.specification.attention_call import float_call, int8_call
 from qflash.specification.layers import ACTIVATIONS
@@ -36,6 +36,7 @@ CPU = torch.device("cpu")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 WITH_ACTIVATION = tuple(f"int8_linear_{name}" for name in ACTIVATIONS)
 LAYER_OPERATORS = ("int8_linear", *WITH_ACTIVATION, "integer_layer_norm", "integer_mean", "patch_embedding")
+"""Of :mod:`qflash.network.execution`."""
 RECIPES = ("default", "accurate", "paper")
 DRAWN = dataclasses.replace(
     GPU, batches=(1, 1, 2, 3), key_heads=(1, 2), groups=(1, 1, 2), tokens=(1, 17, 49, 64, 127, 128, 197, 257, 300), work=150
@@ -436,6 +437,7 @@ def kernels_on_hopper(call: Call) -> list[str]:
     operators |= {name: getattr(layers, name) for name in LAYER_OPERATORS}
     operators |= {
         "gated": gated.gated,
+        "rotary": rotary.rotary,
         "quantize_with_scale": execution.quantize_with_scale,
         "quantize_bias": execution.quantize_bias,
         "varlen_attention": varlen.varlen_attention,

@@ -88,6 +88,10 @@ class ChannelsLast(nn.Module):
         return self.model(self.embed(patches).movedim(-1, 1))
 
 
+def eva(**options: Any) -> nn.Module:
+    return timm.models.eva.Eva(**{**VIT, "num_classes": 6, "use_rot_pos_emb": True, "head_init_scale": 1.0, **options})
+
+
 class ConstantQuery(nn.Module):
     """Pools tokens by attention whose queries are parameters."""
 
@@ -119,6 +123,10 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     ),
     "timm: SwiGLU": lambda: vit(mlp_layer=timm.layers.SwiGLUPacked, act_layer="silu", init_values=0.2),
     "timm: SwiGLU with a norm": lambda: vit(mlp_layer=timm.layers.SwiGLU, scale_mlp_norm=True),
+    "timm: rotary": lambda: eva(num_reg_tokens=1, init_values=0.2),
+    "timm: rotary of each head, class token": lambda: eva(rope_type="mixed", global_pool="token"),
+    "timm: rotary and norms": lambda: eva(qk_norm=True, rope_rotate_half=True, rope_type="dinov3", class_token=False),
+    "timm: a norm between attention and its projection": lambda: eva(scale_attn_inner=True, global_pool="token"),
     "timm: Swin": lambda: timm.models.swin_transformer.SwinTransformer(**{**SWIN, "num_classes": 6}),
     "transformers: ViT": lambda: of_transformers("ViT"),
     "transformers: ViT, eager": lambda: of_transformers("ViT", attn_implementation="eager"),
@@ -132,6 +140,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "transformers: BEiT": lambda: of_transformers("Beit", use_relative_position_bias=True),
     "transformers: BEiT, shared positions": lambda: of_transformers("Beit", use_shared_relative_position_bias=True),
     "transformers: SigLIP": lambda: Logits(of_transformers("SiglipVision", "Model"), "pooler_output"),
+    "transformers: DINOv3": lambda: Logits(of_transformers("DINOv3ViT", "Model"), "last_hidden_state"),
     "transformers: Swin": lambda: of_transformers("Swin"),
     "torchvision: ViT": lambda: torchvision.models.VisionTransformer(SIDE, 8, 2, 2, 32, 64, num_classes=6),
     "torchvision: Swin": lambda: torchvision.models.SwinTransformer([2, 2], 16, [2, 1], [1, 2], [4, 4], num_classes=6),

@@ -77,3 +77,4 @@ class GpuBackend(KernelBackend):
     mean = staticmethod(layers.launch_mean)
     embed = staticmethod(layers.launch_embedding)
     gated = staticmethod(layers.launch_gated)
+    rotary = staticmethod(layers.launch_rotary)

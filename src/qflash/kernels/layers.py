@@ -12,6 +12,7 @@ from .gluon.sm90 import launch as sm90
 from .launch_arguments import LinearCall, Places
 from .triton import network as portable
 from .triton.gated import gated_launch
+from .triton.rotary import rotary_launch
 
 
 def launch_linear(
@@ -120,4 +121,14 @@ def launch_gated(
         rows = x.contiguous().view(-1, 2 * channels)
         made = out.view(-1, channels)
         gated_launch(rows, gate_multiplier, multiplier.contiguous(), offset.contiguous(), activation, made).run()
+    return out
+
+
+def launch_rotary(
+    x: torch.Tensor, turns: torch.Tensor, offset: torch.Tensor, multiplier: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """Turn pairs of channels; arguments are those of :func:`qflash.network.operators.rotary.rotary`, which checks them."""
+    out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    if out.numel():
+        rotary_launch(x.contiguous(), turns.contiguous(), offset.contiguous(), multiplier.contiguous(), out).run()
     return out

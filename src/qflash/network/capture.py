@@ -45,7 +45,8 @@ class Operation:
 
     Attributes:
         kind: ``"images"``, ``"linear"``, ``"norm"``, an activation of :data:`.layers.ACTIVATIONS`, ``"attention"``, ``"add"``,
-            ``"mean"``, ``"product"`` of an activation and a tensor, ``"join"``, which puts channels side by side, or
+            ``"mean"``, ``"product"`` of an activation and a tensor, ``"join"``, which puts channels side by side,
+            ``"rotary"``, the sum of two views of one operation whose rows are the same and whose channels are not, or
             ``"unrotate"``, which takes an output out of a rotated stream (:mod:`.rotation`).
         inputs: what it takes. A linear layer and a normalisation take rows x channels; attention takes query, key and value,
             (batch, heads, tokens, channels); a mean takes (images, tokens, channels); a product takes the
@@ -136,6 +137,22 @@ class View:
         shape = tuple(torch.broadcast_shapes(self.shape, term.shape))
         view = self if shape == self.shape else self.moved(lambda x: x.expand(shape))
         return dataclasses.replace(view, term=term if view.term is None else view.term + term)
+
+    def of(self, inner: View) -> View:
+        """Return the view with another one in the place of its source, whose output has the elements of ``inner``."""
+        places, known = self.places(), self.places() >= 0
+
+        def found(x: torch.Tensor) -> torch.Tensor:
+            return x.expand(inner.shape).reshape(-1)[places.clamp(min=0)]
+
+        view = View(inner.source, self.shape, torch.where(known, found(inner.places()), -1))
+        if inner.factor is not None:
+            view = view.scaled(found(inner.factor))
+        if inner.term is not None:
+            view = view.plus(torch.where(known, found(inner.term), 0.0))
+        if self.factor is not None:
+            view = view.scaled(self.factor)
+        return view if self.term is None else view.plus(self.term)
 
     def evaluate(self, output: torch.Tensor) -> torch.Tensor:
         """Return the tensor for any number of images.
@@ -259,6 +276,39 @@ def _sum_of_linear(a: View, b: View) -> Product | None:
             return None
     biases = [each.bias for each in (one, other) if each.bias is not None]
     return Product(one.view, one.seen, one.matrix.plus(other.matrix), sum(biases) if biases else None)  # type: ignore[arg-type]
+
+
+def _mixes_channels(a: View, b: View) -> bool:
+    """Tell whether the sum of two views mixes channels of the same rows of one linear layer or normalisation."""
+    if a.source is not b.source or a.source.kind not in ("linear", "norm") or a.term is not None or b.term is not None:
+        return False
+    first, second, channels = a.places(), b.places(), a.source.channels
+    if min(int(first.min()), int(second.min())) < 0 or torch.equal(first, second):
+        return False
+    return torch.equal(first // channels, second // channels)
+
+
+def _base_of(x: View) -> Operation:
+    """Return what a view is of, before channels were mixed."""
+    return x.source.inputs[0].source if x.source.kind == "rotary" else x.source
+
+
+def _two_terms(x: View) -> tuple[View, View]:
+    """Return the two views whose sum a view is: of what mixes channels, or itself and zeros."""
+    if x.source.kind == "rotary":
+        return x.of(x.source.inputs[0]), dataclasses.replace(x, term=None).of(x.source.inputs[1])
+    return x, View(x.source, x.shape, nowhere(*x.shape))
+
+
+def _side_by_side(parts: Sequence[View], dim: int) -> View:
+    """Return views of one operation joined to one."""
+    index = torch.cat([x.places() for x in parts], dim)
+    terms = factors = None
+    if any(x.term is not None for x in parts):
+        terms = torch.cat([(wide(0.0) if x.term is None else x.term).expand(x.shape) for x in parts], dim)
+    if any(x.factor is not None for x in parts):
+        factors = torch.cat([(wide(1.0) if x.factor is None else x.factor).expand(x.shape) for x in parts], dim)
+    return View(parts[0].source, tuple(index.shape), index, factors, terms)
 
 
 _IN_ORDER = {
@@ -468,6 +518,9 @@ class _Tracer(fx.Interpreter):
             raise self.refusal("cat of scores")
         if len({id(view.source) for view in views}) != 1:
             shape = list(tensors[0].shape)
+            if len(views) == len(tensors) and len({id(_base_of(view)) for view in views}) == 1:
+                both = [_side_by_side(parts, dim) for parts in zip(*map(_two_terms, views), strict=True)]
+                return self.made("rotary", both, (), both[0].shape)
             if len(views) != len(tensors) or dim % len(shape) != len(shape) - 1:
                 raise self.refusal("cat of what different operations compute")
             nodes = self.node.args[0]
@@ -475,15 +528,7 @@ class _Tracer(fx.Interpreter):
             shape[-1] = sum(x.shape[-1] for x in views)
             return self.made("join", views, [x for x in nodes if isinstance(x, fx.Node)], shape)
         parts = [x if isinstance(x, View) else _constant_view(views[0].source, x) for x in tensors]
-        index = torch.cat([x.places() for x in parts], dim)
-        terms = factors = None
-        if any(x.term is not None for x in parts):
-            zero = wide(0.0)
-            terms = torch.cat([(zero if x.term is None else x.term).expand(x.shape) for x in parts], dim)
-        if any(x.factor is not None for x in parts):
-            one = wide(1.0)
-            factors = torch.cat([(one if x.factor is None else x.factor).expand(x.shape) for x in parts], dim)
-        return View(views[0].source, tuple(index.shape), index, factors, terms)
+        return _side_by_side(parts, dim)
 
     def stack(self, tensors: Sequence[Any], dim: int = 0) -> Any:
         wide = [x.moved(lambda y: y.unsqueeze(dim)) if isinstance(x, View) else x.unsqueeze(dim) for x in tensors]
@@ -512,9 +557,13 @@ class _Tracer(fx.Interpreter):
             raise self.refusal(f"sum of shapes {a.shape} and {b.shape}")
         if (both := _sum_of_linear(a, b)) is not None:
             return self.product(both)
+        if _mixes_channels(a, b):
+            return self.made("rotary", (a, b), (), a.shape)
         return self.made("add", (a, b), self.seen(0, 1), a.shape)
 
     def sub(self, a: Any, b: Any, *, alpha: Any = 1) -> Any:
+        if isinstance(a, View) and isinstance(b, View) and alpha == 1 and a.source is b.source:
+            return self.add(a, b.scaled(wide(-1.0)))
         if _has_view(b):
             raise self.refusal("difference")
         return a.plus(-wide(b) * alpha)
@@ -856,7 +905,7 @@ def _compute(operation: Operation, inputs: list[torch.Tensor], images: torch.Ten
         return inputs[0] * torch.sigmoid(inputs[0] * operation.slope)
     if operation.kind == "relu":
         return nn.functional.relu(inputs[0])
-    if operation.kind == "add":
+    if operation.kind in ("add", "rotary"):
         return inputs[0] + inputs[1]
     if operation.kind == "product":
         return inputs[0] * inputs[1]
@@ -903,7 +952,7 @@ def drop_unread_rows(captured: Captured) -> None:
                 return
             continue
         if operation.kind == "attention":
-            if operation.query is not None or operation.inputs[0].source.kind != "linear":
+            if operation.query is not None or operation.inputs[0].source.kind not in ("linear", "rotary"):
                 return
             operation.inputs[0] = operation.inputs[0].moved(_queries_of(keep))
             operation.mask = None if operation.mask is None else operation.mask[:, :, keep]

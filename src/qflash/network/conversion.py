@@ -16,9 +16,11 @@ import torch
 
 from ..specification import layers as op
 from ..specification.gated import GATE_BITS, PRODUCT_SHIFT
+from ..specification.rotary import MOST_OFFSET, ONE
 from .activations import NAMES
 from .modules import Attention, LayerNorm, Linear, LinearActivation, Mean, WideLinear
 from .operators.gated import Gated
+from .operators.rotary import Rotary
 
 _WIDE_BIAS = 1 << 28
 """A bias beyond this many units of a row's sums makes the row's unit coarser."""
@@ -465,17 +467,40 @@ def attention_grids(query: Ends, key: Ends, value: Ends) -> AttentionGrids:
     return AttentionGrids(query_scale, key_scale, query_step, key_step, key_middle, value_step, value_middle)
 
 
-def fill_output(core: Attention, output: Range, middle: torch.Tensor, weight: torch.Tensor) -> Grid:
+def pair_steps(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Return int16 steps (heads or 1, channels), one for each pair of channels i and i + half, with room to spare.
+
+    Args:
+        low, high: ends of the ranges.
+    """
+    most = torch.maximum(-low, high)
+    both = torch.maximum(*most.chunk(2, dim=-1))
+    both = both.clamp(min=float(both.max()) / 1024 + 1e-12)
+    return both.repeat(1, 2) * HEADROOM / 32767
+
+
+def finish_rotary(module: Rotary, unit: torch.Tensor, step: torch.Tensor, middle: torch.Tensor) -> None:
+    """Fill multipliers and offsets of rotary positions in: inputs ``unit * q``, outputs ``step * q + middle``, (channels,)."""
+    # a sum of two products is in this unit
+    fine = unit / ONE
+    multiplier, offset = (fine / step * 2.0**32).round(), (-middle / fine).round()
+    if not (float(multiplier.max()) < 1 << 31 and float(offset.abs().max()) <= MOST_OFFSET):
+        raise ValueError("rotary positions have steps too far apart from their inputs'; the network's scales are degenerate")
+    module.multiplier.copy_(multiplier.to(torch.int32))
+    module.offset.copy_(offset.to(torch.int32))
+
+
+def fill_output(core: Attention, output: Range, middle: torch.Tensor, weight: torch.Tensor | None) -> Grid:
     """Choose where attention's outputs lie, and fill their scales in.
 
     Args:
         core: to fill in.
         output: of attention.
         middle: of the outputs, (heads * channels,): the values' middles.
-        weight: of the projection.
+        weight: of the projection; None before a normalisation, for which each channel is as fine as it can be.
     """
     half = torch.maximum(output.high - middle, middle - output.low).clamp(min=1e-12)
-    grid = Grid(SPREADS["proj"].steps(half, weight), middle)
+    grid = Grid(half / 127 if weight is None else SPREADS["proj"].steps(half, weight), middle)
     core.output_scale.copy_(scale_bits(grid.step.view(core.heads, -1))[None, :, None])
     return grid
 

@@ -29,6 +29,7 @@ from .modules import (
 )
 from .operators import OPERATORS
 from .operators.gated import Gated
+from .operators.rotary import Rotary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,7 @@ class FloatTwin:
         slope: of an activation f, which is ``f(slope x) / slope``.
         mask, query: of attention; the second where it is a constant.
         position, prefix: of a patch embedding, (tokens, channels), whose weights take pixels from 0 to 255.
+        cos, sin: of rotary positions, (heads or 1, tokens, pairs).
     """
 
     weight: Matrix | torch.Tensor | None = None
@@ -51,6 +53,8 @@ class FloatTwin:
     query: torch.Tensor | None = None
     position: torch.Tensor | None = None
     prefix: torch.Tensor | None = None
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
 
 
 KEPT = (
@@ -64,6 +68,7 @@ KEPT = (
     "Attention",
     "Mean",
     "Gated",
+    "Rotary",
 )
 """Operators that can be kept in floating point; others move values."""
 _TABLES = ("gather", "scatter", "query", "position", "prefix")
@@ -77,6 +82,7 @@ class FloatNode(IntegerModule):
         weight, bias: float32, of a linear layer or a normalisation, in the order of the node's channels.
         mask: float32 (1 or windows, heads, queries, keys), of attention, or None.
         query, position, prefix: float32, as the integer module has them.
+        cos, sin: float32, of rotary positions.
         gather, scatter: int32, as the integer module has them.
         step0, middle0, step1, ...: float32, where each input lies, and last the output; None for floats.
     """
@@ -87,6 +93,8 @@ class FloatNode(IntegerModule):
     query: torch.Tensor | None
     position: torch.Tensor | None
     prefix: torch.Tensor | None
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
     gather: torch.Tensor | None
     scatter: torch.Tensor | None
 
@@ -134,6 +142,8 @@ class FloatNode(IntegerModule):
             table = getattr(own, name, None)
             dtype = torch.int32 if name in ("gather", "scatter") else torch.float32
             self._buffer(name, None if table is None else tuple(table.shape), dtype)
+        for name in ("cos", "sin"):
+            self._buffer(name, tuple(own.turns.shape) if isinstance(own, Rotary) else None, torch.float32)
         for number, shape in enumerate(shapes):
             if shape is not None and len(shape) > 1:
                 raise ValueError(f"grids must be a number or one of each channel, got the shape {shape}")
@@ -226,6 +236,9 @@ class FloatNode(IntegerModule):
         if isinstance(inner, Gated):
             gate, value = x.chunk(2, dim=-1)
             return activations.floating(inner.activation, self.slope, gate) * value
+        if isinstance(inner, Rotary):
+            assert self.cos is not None and self.sin is not None
+            return inner.turned(x, self.cos, self.sin)
         query, key, value = inner.heads_of((x, *more), self.query)
         mask = self.mask
         if mask is not None:

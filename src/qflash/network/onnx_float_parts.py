@@ -14,6 +14,7 @@ from .float_parts import FloatNode
 from .modules import LayerNorm, Linear, LinearActivation, Mean, PatchEmbedding
 from .onnx_graph import ZERO_POINT, Graph, Value
 from .operators.gated import Gated
+from .operators.rotary import Rotary, by_token
 
 Shape = tuple[int, ...]
 
@@ -116,6 +117,9 @@ def float_node(graph: Graph, node: FloatNode, inputs: Sequence[Value], shapes: S
         gate, value = graph.split(floats[0], 2)
         gate = activations.floating_onnx(graph, node.inner.activation, node.slope, gate)
         out = graph.node("Mul", gate, value)
+    elif isinstance(node.inner, Rotary):
+        tables = [_constant(graph, by_token(x), "turns") for x in (node.cos, node.sin) if x is not None]
+        out = node.inner.turned_onnx(graph, floats[0], *tables)
     else:
         out = _attention(graph, node, floats, shapes)
     if (grid := node.grid(len(inputs))) is None:

@@ -30,6 +30,7 @@ from .modules import Attention, First, Join, LayerNorm, Linear, Mean, PatchEmbed
 from .operators import WITH_ACTIVATION
 from .operators.gated import Gated
 from .operators.tokens import Tokens
+from .rotary_patterns import Turn, TurnedHeads, turn_of
 
 Ranges = dict[fx.Node, Range]
 """What calibration saw, by node of the traced graph."""
@@ -336,14 +337,14 @@ class Lowering:
         for operation in self.captured.operations:
             if operation.kind in ACTIVATIONS:
                 self.lower_activation(operation)
-            elif operation.kind not in ("images", "join", "unrotate"):
+            elif operation.kind not in ("images", "join", "unrotate", "rotary"):
                 getattr(self, f"lower_{operation.kind}")(operation)
         ends = {output.name: self.arranged(output, self.lower_output(output)) for output in self.captured.outputs}
         return IntegerNetwork(self.nodes, self.modules, self.image, self.recipe, ends)
 
     def lower_norm(self, operation: Operation) -> None:
         kinds = self.kinds_behind(operation)
-        if kinds <= {"attention"} and operation.inputs[0].source.kind == "linear":
+        if kinds <= {"attention", "rotary"} and operation.inputs[0].source.kind == "linear":
             return  # of query or key, which attention takes
         if kinds & {"norm", "add"}:
             if kinds - {"norm", "add", "mean", "output"}:
@@ -591,8 +592,9 @@ class Lowering:
         gates = "product" in kinds and kinds <= {*ACTIVATIONS, "product"}
         if alone or gates or operation.inputs[0].source.kind == "images":
             return  # where it is used
-        behind = {kind for user, _ in self.users[id(operation)] if user.kind == "norm" for kind in self.kinds_behind(user)}
-        if kinds <= {"norm", "attention"} and behind == {"attention"}:
+        behind = {kind for user, _ in self.users[id(operation)] if user.kind in ("norm", "rotary")
+                  for kind in self.kinds_behind(user)}  # fmt: skip
+        if kinds <= {"norm", "attention", "rotary"} and behind and behind <= {"attention", "rotary"}:
             return
         if not kinds <= {"norm", "add", "output"}:
             raise _refuse(operation, f"it stands before {', '.join(sorted(kinds)) or 'nothing'}")
@@ -664,10 +666,12 @@ class Lowering:
         if key.shape != value.shape or key.shape[:2] != query.shape[:2] or key.shape[3] != width:
             raise _refuse(operation, "query, key and value have different heads or channels")
         users = self.users[id(operation)]
-        if [user.kind for user, _ in users] != ["linear"] or "output" in self.kinds_behind(operation):
-            raise _refuse(operation, "it stands before something else than one linear layer")
+        if [user.kind for user, _ in users] not in (["linear"], ["norm"]) or "output" in self.kinds_behind(operation):
+            raise _refuse(operation, "it stands before something else than one linear layer or normalisation")
         projection = users[0][0]
-        parts = [self.heads_of(view, operation) for view in (operation.inputs if operation.query is None else (key, value))]
+        parts = [self.heads_of(view, operation) for view in (key, value)]
+        if operation.query is None:
+            parts.insert(0, self.heads_of(query, operation, parts[0].turn))
         with_norms = [part for part in parts if part.norm is not None]
         if with_norms and (len(parts) != 3 or with_norms != parts[:2]):
             raise _refuse(operation, "only query and key together can be normalised")
@@ -680,7 +684,7 @@ class Lowering:
             other = rows_of(part.linear.inputs[0], part.linear)
             if other.source is not rows.source or not torch.equal(other.table, rows.table):
                 raise _refuse(operation, "query, key and value are not of the same tokens")
-            if any(user.kind not in ("attention", "norm") for user, _ in self.users[id(part.linear)]):
+            if any(user.kind not in ("attention", "norm", "rotary") for user, _ in self.users[id(part.linear)]):
                 raise _refuse(operation, "query, key or value are used elsewhere, too")
         matrix = Matrix.join([part.matrix for part in parts], 0)
         bias = None
@@ -698,7 +702,11 @@ class Lowering:
             queries if operation.query is None and queries != tokens else 0,
         )  # fmt: skip
         norms: list[LayerNorm] = []
-        if with_norms:
+        turned = None
+        if any(part.turn is not None for part in parts):
+            turned = TurnedHeads(self, operation, prefix, source, parts, matrix, bias)
+            names = turned.names
+        elif with_norms:
             # in a unit each, for the normalisations; values need none
             layers = [Linear(matrix.shape[1], 2 * heads * width, "int16"), Linear(matrix.shape[1], heads * width, "int8")]
             both = self.add(f"{prefix}.qk", layers[0], source)
@@ -711,20 +719,25 @@ class Lowering:
             layers = [Linear(matrix.shape[1], matrix.shape[0], "int8")]
             alone = all(part.linear is first for part in parts)
             names = [self.add(first.name if alone and first.name else f"{prefix}.qkv", layers[0], source)]
-        node = self.values[id(operation)] = self.add(f"{prefix}.core", module, *names)
+        node = self.add(f"{prefix}.core", module, *names)
+        fill_stream = None
+        if projection.kind == "norm":
+            fill_stream = self.attention_stream(operation, node, projection.seen[0])
+        else:
+            self.values[id(operation)] = node
         self.references[node] = _whole(operation), None
         float_mask = None if mask is None or shape is None else mask.expand(shape)
         self.twins[node] = FloatTwin(mask=float_mask, query=None if operation.query is None else operation.query[None])
-        linears = [both, names[-1]] if with_norms else names
-        for made, rows_made in self.split_rows(linears, layers):
-            self.twins[made] = FloatTwin(matrix.rows(rows_made), None if bias is None else bias[rows_made])
-        for part, made in zip(with_norms, names, strict=False):
-            assert part.norm is not None
-            self.twins[made] = _norm(part.norm).twin()
+        if turned is None:
+            linears = [both, names[-1]] if with_norms else names
+            for made, rows_made in self.split_rows(linears, layers):
+                self.twins[made] = FloatTwin(matrix.rows(rows_made), None if bias is None else bias[rows_made])
+            for part, made in zip(with_norms, names, strict=False):
+                self.twins[made] = part.float_norm().twin()
         for part in parts:
             self.watch(part.linear.node, *(() if part.norm is None else (part.norm.seen[0], part.norm.node)))
         self.watch(projection.seen[0])
-        after, _ = self.scaled(projection)
+        after = None if fill_stream is not None else self.scaled(projection)[0]
         constant = operation.query
 
         def fill(ranges: Ranges) -> None:
@@ -735,7 +748,9 @@ class Lowering:
                 ends.insert(0, (constant.amin(dim=1), constant.amax(dim=1)))
             grids = cv.attention_grids(*ends)
             values = grids.value_step.flatten(), grids.value_middle.flatten()
-            if norms:
+            if turned is not None:
+                turned.fill(ranges, grids, grid, mean)
+            elif norms:
                 # the normalisations have the same weights in all heads, whose rows they take in one unit
                 units = [cv.unit_of(ranges[part.norm.seen[0]]) for part in with_norms if part.norm is not None]
                 split = 2 * heads * width
@@ -747,7 +762,7 @@ class Lowering:
                 self.grids[names[0]] = Grid(query_step, torch.zeros_like(query_step))
                 self.grids[names[1]] = Grid(grids.key_step[0], grids.key_middle[0])
                 cv.fill_linear(layers[1], weight[split:], biases[1], grid, mean, *values)
-                floats = [_norm(part.norm) for part in with_norms if part.norm is not None]
+                floats = [part.float_norm() for part in with_norms]
                 cv.finish_norm(norms[0], floats[0], units[0], grids.query_step[0])
                 cv.finish_norm(norms[1], floats[1], units[1], grids.key_step[0], grids.key_middle[0])
             else:
@@ -764,11 +779,36 @@ class Lowering:
                 values8 = (constant / grids.query_step[:, None]).round().clamp(-127, 127)
                 module.query.copy_(values8.to(torch.int8)[None])
             grids.fill(module)
-            self.grids[node] = cv.fill_output(module, ranges[projection.seen[0]], values[1], after.make())
+            weight_behind = None if after is None else after.make()
+            self.grids[node] = cv.fill_output(module, ranges[projection.seen[0]], values[1], weight_behind)
+            if fill_stream is not None:
+                fill_stream(ranges)
             if mask is not None and module.bias is not None:
                 module.bias.copy_(bias_to_fixed(mask.to(torch.float32).expand(module.bias.shape)))
 
         self.fillers.append(fill)
+
+    def attention_stream(self, operation: Operation, core: str, seen: fx.Node) -> Callable[[Ranges], None]:
+        """Add what brings attention's outputs, with a step a channel, to one int16 unit, which a normalisation takes.
+
+        A linear layer whose matrix is diagonal: there is no other operator from int8 to int16.
+
+        Args:
+            operation: attention.
+            core: its node.
+            seen: node of the traced graph with its output.
+
+        Returns:
+            What fills it in, once attention is filled in.
+        """
+        channels = operation.channels
+        module, group = Linear(channels, channels, "int16"), self.group()
+        node = self.add(f"{core}_wide", module, core)
+        self.streams[(id(operation),)] = self.begin(node, _whole(operation), group)
+        same = Matrix((channels, channels), lambda: torch.eye(channels, dtype=torch.float64, device="cpu"))
+        self.twins[node] = FloatTwin(same)
+        self.see(group, seen)
+        return lambda ranges: cv.fill_linear(module, same.make(), None, self.grids[core], ranges[seen].mean, group.unit)
 
     def split_rows(self, names: Sequence[str], layers: Sequence[Linear]) -> Iterator[tuple[str, slice]]:
         """Yield nodes of linear layers that follow each other in one matrix, and their rows of it."""
@@ -778,10 +818,18 @@ class Lowering:
             yield name, slice(first, last)
             first = last
 
-    def heads_of(self, view: View, user: Operation) -> Part:
-        """Return the linear layer behind query, key or value, and which of its channels each head takes."""
+    def heads_of(self, view: View, user: Operation, like: Turn | None = None) -> Part:
+        """Return the linear layer behind query, key or value, and which of its channels each head takes.
+
+        Args:
+            view: (batch, heads, tokens, channels).
+            user: attention.
+            like: of a query, how the keys were turned.
+        """
         batch, _, _, width = view.shape
-        norm = None
+        norm = turn = None
+        if view.source.kind == "rotary":
+            turn, view = turn_of(view, user, like)
         if view.source.kind == "norm":
             norm = view.source
             # (batch, heads, tokens, channels) of rows (batch x heads x tokens), in any order
@@ -804,9 +852,10 @@ class Lowering:
             raise _refuse(user, "tokens are rearranged between its linear layers and its scores")
         if not bool((column == column[:1, :, :1]).all()):
             raise _refuse(user, "heads take different channels for different tokens")
-        columns = column[0, :, 0]
+        columns = column[0, :, 0] if turn is None else column[0, :, 0][:, turn.order]
         flat = columns.flatten()
-        return Part(linear, norm, some, columns, linear.matrix.rows(flat), None if linear.bias is None else linear.bias[flat])
+        bias = None if linear.bias is None else linear.bias[flat]
+        return Part(linear, norm, some, columns, linear.matrix.rows(flat), bias, turn)
 
     # --- behind the blocks ------------------------------------------------------------------------------------
 
@@ -826,8 +875,8 @@ class Lowering:
                 raise _refuse(operation, "it averages tokens that do not follow each other")
         if rows.source.kind != "norm" or (id(rows.source),) in self.streams:
             stream, _ = self.stream(view, operation.seen[0], operation)
-            if kinds != {"norm"}:
-                raise _refuse(operation, "only a normalisation can follow it")
+            if not kinds <= {"norm", "output", "unrotate"}:
+                raise _refuse(operation, "only a normalisation can follow it, or an output")
             module = Mean(len(tokens), operation.channels, "int16", first)
             group = self.group()
             name = self.add(f"{operation.name}.mean".lstrip("."), module, stream.node)
@@ -1059,6 +1108,7 @@ class Part:
         tokens: int64, rows of an image (or window) of the layer.
         columns: int64 (heads, channels): channels of the layer.
         matrix, bias: of those channels.
+        turn: rotary positions behind them, in whose order the channels are, or None.
     """
 
     linear: Operation
@@ -1067,12 +1117,28 @@ class Part:
     columns: torch.Tensor
     matrix: Matrix
     bias: torch.Tensor | None
+    turn: Turn | None = None
+
+    def float_norm(self) -> _FloatNorm:
+        """Return the normalisation, its channels in the order of :attr:`columns`."""
+        assert self.norm is not None
+        found = _norm(self.norm)
+        if self.turn is not None:
+            found.weight, found.bias = found.weight[self.turn.order], found.bias[self.turn.order]
+        return found
 
     def ends(self, ranges: Ranges) -> cv.Ends:
         """Return the ends of the ranges, (heads, channels), or (1, channels) behind a normalisation."""
+        if self.turn is not None:
+            made = ranges[self.turn.seen]
+            return made.low.view(self.columns.shape), made.high.view(self.columns.shape)
+        return self.ends_before_turn(ranges)
+
+    def ends_before_turn(self, ranges: Ranges) -> cv.Ends:
+        """Return the same of what rotary positions take."""
         if self.norm is not None:
-            made = ranges[self.norm.node]
-            return made.low[None], made.high[None]
+            made, order = ranges[self.norm.node], slice(None) if self.turn is None else self.turn.order
+            return made.low[order][None], made.high[order][None]
         made = ranges[self.linear.node]
         return made.low[self.columns], made.high[self.columns]
 

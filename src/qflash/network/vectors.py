@@ -20,9 +20,11 @@ import torch
 from .. import api
 from ..specification import fixed_point as fp
 from ..specification import layers as op
+from ..specification.gated import gated
 from ..specification.quantization import QuantizedTensor
 from ..specification.recipe import Recipe
 from ..specification.reference import ARITHMETIC_VERSION
+from ..specification.rotary import rotary
 from . import execution, storage
 from .graph import IMAGES, IntegerNetwork, check_integer
 from .modules import DTYPES
@@ -139,6 +141,20 @@ def _layer_norm(p: dict[str, Any], x: Tensors) -> torch.Tensor:
     return op.layer_norm(x["h"], p["epsilon"], x["gain"], x["offset"], p["shift"], DTYPES[p["output"]])
 
 
+def _head_norm(p: dict[str, Any], x: Tensors) -> torch.Tensor:
+    first, heads = p["part"]
+    rows = x["h"].narrow(-1, first, heads * x["gain"].numel()).unflatten(-1, (heads, -1))
+    return _layer_norm(p, {**x, "h": rows})
+
+
+def _gated(p: dict[str, Any], x: Tensors) -> torch.Tensor:
+    return gated(x["x"], p["gate_multiplier"], x["multiplier"], x["offset"], p["activation"], DTYPES[p["output"]])
+
+
+def _rotary(_: dict[str, Any], x: Tensors) -> torch.Tensor:
+    return rotary(x["x"], x["turns"], x["offset"], x["multiplier"])
+
+
 def _mean(p: dict[str, Any], x: Tensors) -> torch.Tensor:
     return op.token_mean(x["h"], x["multiplier"], p["left"], x["offset"], DTYPES[p["output"]])
 
@@ -153,8 +169,11 @@ _TRACED: dict[str, tuple[str, Callable[[dict[str, Any], Tensors], torch.Tensor]]
     "int8_attention": ("output", _attention),
     "attention": ("output", _attention),
     "linear": ("output", _linear),
-    "linear_gelu": ("output", _linear),
+    **{f"linear_{name}": ("output", _linear) for name in op.ACTIVATIONS},
+    "gated": ("output", _gated),
     "layer_norm": ("output", _layer_norm),
+    "head_norm": ("output", _head_norm),
+    "rotary": ("output", _rotary),
     "normalise": ("N", lambda p, x: op.normalise(x["h"], p["epsilon"]).to(torch.int32)),
     "mean": ("output", _mean),
     "patch_merging": ("output", _patch_merging),

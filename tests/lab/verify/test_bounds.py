@@ -18,7 +18,7 @@ from qflash import backends
 from qflash.kernels.cpu import launch as cpu
 from qflash.specification import fixed_point as fp
 from qflash.specification import layers as op
-from qflash.specification import reference
+from qflash.specification import reference, rotary
 from qflash.specification.attention_call import int8_call
 from qflash.specification.gated import gated
 from qflash.specification.recipe import Recipe
@@ -50,7 +50,7 @@ def test_the_bounds_of_the_documents() -> None:
     """Docs/algorithm.md, Overflow, and docs/integer_network.md."""
 
     def at(step: str, name: str) -> Interval:
-        of_networks = step in ("linear", "GELU", "SiLU", "gated", "norm")
+        of_networks = step in ("linear", "GELU", "SiLU", "gated", "norm", "rotary")
         return (network_bounds() if of_networks else attention_bounds())[step, name].range
 
     assert at("2", "S") == (-127 * 128 * 512, 2**23)
@@ -95,6 +95,9 @@ def test_the_bounds_of_the_documents() -> None:
     assert at("norm", "f").high <= 2**30
     assert at("norm", "d 2^l, rounded").magnitude <= 2**30
     assert at("norm", "N").magnitude < 2**26
+    assert at("rotary", "a cos - b sin").magnitude == 2**30
+    assert at("rotary", "a cos - b sin + B").magnitude == 2**31 - 1
+    assert at("rotary", "mul(a cos - b sin + B, R, 32)").magnitude <= 2**30
 
 
 @pytest.mark.parametrize(
@@ -109,6 +112,8 @@ def test_the_bounds_of_the_documents() -> None:
         (op, "MAX_CHANNELS", 2, "Σ p²|Σ p q|Σ q²|V"),
         (op, "MAX_EPSILON", 2, "V = "),
         (op, "ACTIVATION_LIMIT", 2, "g · M"),
+        (rotary, "ONE", 2, "a cos - b sin"),
+        (rotary, "MOST_OFFSET", 2, r"a cos - b sin \+ B"),
     ],
 )
 def test_a_constant_that_is_too_large_is_noticed(

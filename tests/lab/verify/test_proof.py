@@ -139,7 +139,7 @@ def test_every_case_spells_out_a_call() -> None:
             odd = case.name in ("linear-patches", "linear-logits", "linear-wide")
             linear = "int8_linear_kernel" if odd else "hopper_linear_kernel"
             linear = "patches_kernel" if case.name == "cut-patches" else linear
-            others = {"mean": "integer_mean_kernel", "gated": "gated_kernel"}
+            others = {"mean": "integer_mean_kernel", "gated": "gated_kernel", "rotary": "rotary_kernel"}
             other = others.get(case.name, "integer_layer_norm_kernel")
             assert call.kernel.__name__ == (linear if case.outputs else other)
             assert str(call.arguments["o_ptr"].dtype) == f"torch.{case.output}"

@@ -25,6 +25,7 @@ import torch
 
 from qflash.specification import fixed_point as fp
 from qflash.specification import layers as op
+from qflash.specification import rotary
 from qflash.specification.gated import GATE_BITS, PRODUCT_SHIFT
 from qflash.specification.recipe import Recipe
 
@@ -553,6 +554,14 @@ def walk_layer_norm(walk: Walk) -> None:
         walk("norm", "f", rounded_product(found["x"], roots, 30), "int32")
 
 
+def walk_rotary(walk: Walk) -> None:
+    """Rotary positions with any angles."""
+    product = walk("rotary", "a cos", Interval(*op.INT16) * around(rotary.ONE), "int32")
+    sums = walk("rotary", "a cos - b sin", product + product, "int32")
+    sums = walk("rotary", "a cos - b sin + B", sums + around(rotary.MOST_OFFSET), "int32")
+    walk("rotary", "mul(a cos - b sin + B, R, 32)", rounded_product(sums, Interval(0, op.INT32[1]), 32), "int32")
+
+
 def _inverse_root(v: Interval) -> dict[str, Interval]:
     """Return the quantities of :func:`qflash.specification.layers.inverse_root`."""
     found = {"v": v}
@@ -578,6 +587,7 @@ def walk_network() -> Walk:
     walk_linear(walk)
     walk_gated(walk)
     walk_layer_norm(walk)
+    walk_rotary(walk)
     return walk
 
 

@@ -75,8 +75,9 @@ class LayerCase:
         input: of a linear layer's input, ``"int8"`` or ``"int16"``.
         layout: ``"contiguous"`` or ``"misaligned"`` (the activations begin anywhere).
         moved: of linear layers ``"windows"``, whose tokens go to other places, or ``"patches"``, of images; of a normalisation
-            the tokens that a row is joined of, ``"mean"``, which is none but the mean over 49 tokens, or ``"gated"``, a product
-            of the inputs' halves.
+            the tokens that a row is joined of, ``"mean"``, which is none but the mean over 49 tokens, ``"gated"``, a product
+            of the inputs' halves, or ``"rotary"``, which is none but the rotary positions of 201 tokens with heads of 64
+            channels.
         launch: which of the call's launches.
     """
 
@@ -139,6 +140,7 @@ CASES: tuple[AnyCase, ...] = (
     LayerCase("layer-norm-merge", 64 * 3136, 96, moved=4),
     LayerCase("mean", 64 * 49, 768, moved="mean"),
     LayerCase("gated", 64 * 257, 2 * 4096, epilogue="silu", moved="gated"),
+    LayerCase("rotary", 64 * 201, 768, moved="rotary"),  # query and key of a DINOv3-S side by side
 )
 
 MASKS = ("none", "causal", "bool", "bias")
@@ -245,6 +247,7 @@ def _run_layer(case: LayerCase) -> None:
     """Call the operator of a layer."""
     from qflash.network import execution
     from qflash.network.operators.gated import gated
+    from qflash.network.operators.rotary import rotary
 
     def tensor(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -261,6 +264,10 @@ def _run_layer(case: LayerCase) -> None:
     if case.moved == "gated":
         halves = tensor(case.inputs // 2), tensor(case.inputs // 2)
         gated(activations(torch.int16), 1 << 28, *halves, case.epilogue, output, "triton")
+        return
+    if case.moved == "rotary":
+        x = activations(torch.int16).view(-1, 201, case.inputs)
+        rotary(x, tensor(1, 201, 32), tensor(case.inputs), tensor(case.inputs), output, "triton")
         return
     if not case.outputs:
         h, channels, gather = activations(torch.int16), case.inputs, None

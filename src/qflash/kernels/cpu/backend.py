@@ -88,3 +88,4 @@ class CpuBackend(KernelBackend):
     mean = staticmethod(network.launch_mean)
     embed = staticmethod(network.launch_embedding)
     gated = staticmethod(network.launch_gated)
+    rotary = staticmethod(network.launch_rotary)

@@ -439,6 +439,47 @@ int qflash_gated(const gating *x) {
     return 0;
 }
 
+/* --- rotary positions ------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const int16_t *x;                  /* (batch, tokens, channels) */
+    const int32_t *turns;              /* (heads, tokens, half): cosines in the lower, sines in the upper 16 bits */
+    const int32_t *offset, *multiplier; /* (channels) */
+    void *out;                         /* (batch, tokens, channels) */
+    int64_t rows, tokens, channels, heads, half, bytes, threads;
+} rotation;
+
+INLINE void turn_row(const rotation *x, const int64_t bytes, int64_t row) {
+    const int64_t channels = x->channels, half = x->half, token = row % x->tokens;
+    const int16_t *from = x->x + row * channels;
+    char *to = (char *)x->out + row * channels * bytes;
+    for (int64_t first = 0, head = 0; first < channels; first += 2 * half, head++) {
+        const int32_t *turns = x->turns + (head % x->heads * x->tokens + token) * half;
+        for (int64_t i = 0; i < half; i += LANES) {
+            const int64_t n = at_most(LANES, half - i), at = first + i, beside = at + half;
+            const vector turn = load32(turns + i, n), sine = turn >> 16, cosine = (turn << 16) >> 16;
+            const vector a = load16(from + at, n), b = load16(from + beside, n);
+            const vector one = a * cosine - b * sine + load32(x->offset + at, n);
+            const vector other = b * cosine + a * sine + load32(x->offset + beside, n);
+            store(to + at * bytes, rounded_product(one, load32(x->multiplier + at, n)), bytes, n);
+            store(to + beside * bytes, rounded_product(other, load32(x->multiplier + beside, n)), bytes, n);
+        }
+    }
+}
+
+int qflash_rotary(const rotation *x) {
+#pragma omp parallel num_threads(threads_of(x->threads))
+    {
+        const share rows = share_of(x->rows);
+        for (int64_t row = rows.begin; row < rows.end; row++) {
+            if (x->bytes == 1) turn_row(x, 1, row);
+            else if (x->bytes == 2) turn_row(x, 2, row);
+            else turn_row(x, 4, row);
+        }
+    }
+    return 0;
+}
+
 /* --- means, patches and rows in another order -------------------------------------------------------------- */
 
 typedef struct {

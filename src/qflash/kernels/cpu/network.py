@@ -16,6 +16,7 @@ LINEAR = launch.arguments_type(
     ("x", "weight", "bias", "multiplier", "residual", "activation_multiplier", "activation_offset", "out", "packed"), 9
 )
 _Gated = launch.arguments_type(("x", "multiplier", "offset", "out"), 6)
+_Rotary = launch.arguments_type(("x", "turns", "offset", "multiplier", "out"), 7)
 _LayerNorm = launch.arguments_type(("h", "gain", "offset", "out"), 10)
 _Mean = launch.arguments_type(("x", "multiplier", "offset", "out"), 7)
 _Patches = launch.arguments_type(("x", "out"), 7)
@@ -179,4 +180,18 @@ def launch_gated(
         launch.threads_for(8 * out.numel()),
     )  # fmt: skip
     launch.run_call("gated", _Gated, tensors, integers)
+    return out
+
+
+def launch_rotary(
+    x: torch.Tensor, turns: torch.Tensor, offset: torch.Tensor, multiplier: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """Turn pairs of channels; arguments are those of :func:`qflash.network.operators.rotary.rotary`, which checks them."""
+    out = torch.empty(x.shape, dtype=out_dtype, device="cpu")
+    if out.numel() == 0:
+        return out
+    tensors = contiguous(x), turns.contiguous(), offset.contiguous(), multiplier.contiguous(), out
+    (heads, tokens, half), channels = turns.shape, x.shape[-1]
+    integers = x.numel() // channels, tokens, channels, heads, half, out.element_size(), launch.threads_for(4 * x.numel())
+    launch.run_call("rotary", _Rotary, tensors, integers)
     return out

@@ -21,6 +21,7 @@ from ..modules import (
     Widen,
 )
 from .gated import Gated
+from .rotary import Rotary
 from .tokens import Tokens
 
 OPERATORS: dict[str, type[IntegerModule]] = {
@@ -40,6 +41,7 @@ OPERATORS: dict[str, type[IntegerModule]] = {
         Widen,
         Gated,
         Tokens,
+        Rotary,
     )
 }
 """Kinds of node of an integer network, by name."""

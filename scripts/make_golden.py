@@ -190,6 +190,21 @@ def _layer_norm(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Te
     return {"output": out}
 
 
+def _norm(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tensors:
+    out = torch.ops.qflash.integer_norm(
+        inputs["h"], parameters["epsilon"], inputs["gain"], inputs["offset"], parameters["shift"], None,
+        inputs.get("residual"), parameters["centred"], DTYPES[parameters["output"]], backend,
+    )  # fmt: skip
+    return {"output": out}
+
+
+def _narrow(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tensors:
+    out = torch.ops.qflash.integer_narrow(
+        inputs["h"], inputs["multiplier"], parameters["left"], inputs["offset"], None, DTYPES[parameters["output"]], backend
+    )
+    return {"output": out}
+
+
 def fill(module: torch.nn.Module, inputs: Tensors, *names: str) -> None:
     """Copy inputs into a module's buffers of the same names."""
     for name in names:
@@ -228,7 +243,7 @@ def _patch_merging(parameters: dict[str, Any], inputs: Tensors, backend: str) ->
     fill(reduction, inputs, "weight", "bias", "multiplier")
     norm.epsilon, norm.shift = parameters["epsilon"], parameters["norm_shift"]
     reduction.left = parameters["left"]
-    return {"output": reduction(norm(inputs["h"], backend), backend=backend)}
+    return {"output": reduction(norm(inputs["h"], backend=backend), backend=backend)}
 
 
 def _network(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tensors:
@@ -269,6 +284,8 @@ OPERATIONS: dict[str, Callable[[dict[str, Any], Tensors, str], Tensors]] = {
     "linear": _linear,
     "linear_gelu": _linear_gelu,
     "layer_norm": _layer_norm,
+    "norm": _norm,
+    "narrow": _narrow,
     "mean": _mean,
     "patches": _patches,
     "windows": _windows,
@@ -829,9 +846,43 @@ def network_cases() -> dict[str, Case]:
     return cases
 
 
-def whole_networks() -> dict[str, Case]:
-    """Return the quantised networks of the committed file, with an image each: small models of random weights."""
-    _, cases = read(GOLDEN / "networks.safetensors")
+def norm_cases() -> dict[str, Case]:
+    """Return normalisations that leave the mean or add to a residual stream, and streams in other units."""
+    cases: dict[str, Case] = {}
+    kinds = (("int8", False, False), ("int16", False, False), ("int32", False, False), ("int16", False, True),
+             ("int16", True, True))  # fmt: skip
+    for channels in (1, 2, 16, 65, 150):
+        for output, centred, adds in kinds:
+            name = f"norm/{'layer' if centred else 'rms'}-{'residual' if adds else output}-{channels}"
+            made = layer_norm(name, channels, output, rows=7)
+            if adds:
+                made.inputs["residual"] = Draw(f"{name}/residual").integers(-32768, 32768, 7, channels, dtype=torch.int16)
+            cases[name] = Case("norm", made.parameters | {"centred": centred}, made.inputs)
+    for epsilon in (0, 1, 1 << 30, op.MAX_EPSILON - 1):
+        name = f"norm/rms-epsilon-{epsilon}"
+        made = layer_norm(name, 12, "int16", epsilon=epsilon)
+        cases[name] = Case("norm", made.parameters | {"centred": False}, made.inputs)
+    # the largest sum of squares
+    made = layer_norm("norm/rms-4096", op.MAX_CHANNELS, "int8", rows=5, epsilon=op.MAX_EPSILON - 1)
+    made.inputs["h"] = made.inputs["h"][1:4]
+    cases["norm/rms-4096"] = Case("norm", made.parameters | {"centred": False}, made.inputs)
+    for output, bits, left in (("int8", 24, 0), ("int8", 12, 14), ("int16", 31, 0), ("int32", 31, 14)):
+        name = f"narrow/{output}-{left}"
+        draw = Draw(name)
+        h = draw.integers(-32768, 32768, 6, 19, dtype=torch.int16)
+        h[0], h[1] = -32768, 32767
+        end = (1 << 31) - 1 - (1 << 15 << left)
+        multiplier = draw.integers(0, 1 << bits, 19).clamp(max=(1 << 31) - 1).to(torch.int32)
+        offset = draw.integers(-(1 << 15 << left), 1 << 15 << left, 19)
+        offset[:2], multiplier[2:4] = torch.tensor([end, -end]), torch.tensor([0, (1 << 31) - 1], dtype=torch.int32)
+        inputs = {"h": h, "multiplier": multiplier, "offset": offset.to(torch.int32)}
+        cases[name] = Case("narrow", {"left": left, "output": output}, inputs)
+    return cases
+
+
+def whole_networks(file: str = "networks") -> dict[str, Case]:
+    """Return the quantised networks of a committed file, with an image each: small models of random weights."""
+    _, cases = read(GOLDEN / f"{file}.safetensors")
     return {name: dataclasses.replace(case, outputs={}) for name, case in cases.items() if case.operation == "network"}
 
 
@@ -855,6 +906,11 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
     "swin-features": ("SwinTransformer", {"num_classes": 0, "window_size": 2}),
 }
 """By a case's name: a class of timm, or :func:`_two_outputs`, and how it differs from the above."""
+NORM_NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "vit-rms": ("RMS norms", {"num_classes": 4, "qk_norm": True}),
+    "swin-v2": ("SwinTransformerV2", {"num_classes": 5, "depths": (1, 1)}),
+}
+"""The same, with other normalisations."""
 
 
 def _two_outputs(**options: Any) -> torch.nn.Module:
@@ -883,17 +939,21 @@ def _two_outputs(**options: Any) -> torch.nn.Module:
     return TwoOutputs()
 
 
-def converted_networks() -> dict[str, Case]:
-    """Return the networks of :data:`NETWORKS`, quantised now; the integers depend on PyTorch's and timm's versions."""
+def converted_networks(networks: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Case]:
+    """Return the networks of a table like the above, quantised now; the integers depend on PyTorch's and timm's versions."""
     import timm
 
     makers = {
         "VisionTransformer": lambda **options: timm.models.vision_transformer.VisionTransformer(**{**_VIT, **options}),
         "SwinTransformer": lambda **options: timm.models.swin_transformer.SwinTransformer(**{**_SWIN, **options}),
         "two outputs": lambda **options: _two_outputs(**{**_VIT, **options}),
+        "RMS norms": lambda **options: timm.models.vision_transformer.VisionTransformer(
+            **{**_VIT, "norm_layer": timm.layers.RmsNorm, **options}
+        ),
+        "SwinTransformerV2": lambda **options: timm.models.swin_transformer_v2.SwinTransformerV2(**{**_SWIN, **options}),
     }
     cases = {}
-    for name, (kind, options) in NETWORKS.items():
+    for name, (kind, options) in networks.items():
         draw = Draw(f"network/{name}")
         torch.manual_seed(draw.chance.getrandbits(40))
         model = makers[kind](**options).eval()
@@ -994,8 +1054,9 @@ def main() -> None:
     if arguments.random is not None:
         made = {"random": random_cases(arguments.random)}
     else:
-        networks = network_cases() | (converted_networks() if arguments.convert else whole_networks())
-        made = {"attention": step_cases() | int8_cases(), "floats": float_cases(), "networks": networks}
+        networks = network_cases() | (converted_networks(NETWORKS) if arguments.convert else whole_networks())
+        norms = norm_cases() | (converted_networks(NORM_NETWORKS) if arguments.convert else whole_networks("norms"))
+        made = {"attention": step_cases() | int8_cases(), "floats": float_cases(), "networks": networks, "norms": norms}
     for name, cases in made.items():
         path = arguments.output / f"{name}.safetensors"
         write(path, cases)

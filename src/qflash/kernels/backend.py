@@ -74,5 +74,6 @@ class GpuBackend(KernelBackend):
         return layers.launch_linear(x, layer, out_dtype, residual, gelu, scatter)
 
     layer_norm = staticmethod(layers.launch_layer_norm)
+    narrow = staticmethod(layers.launch_narrow)
     mean = staticmethod(layers.launch_mean)
     embed = staticmethod(layers.launch_embedding)

@@ -110,12 +110,15 @@ def _inverse_root(graph: Graph, v: Value) -> Value:
     return x
 
 
-def _normalise(graph: Graph, h: Value, channels: int, epsilon: int) -> Value:
+def _normalise(graph: Graph, h: Value, channels: int, epsilon: int, centred: bool) -> Value:
     """Write :func:`.layers.normalise`; what follows from the variance's bit length is looked up."""
     by = op.row_constants(channels)
-    total = graph.reduce("ReduceSum", h, -1)
-    middle = graph.shift_right(graph.multiply(total, by.inverse, np.int64), by.bits, 1 << 58, 1 << (by.bits - 1))
-    difference = graph.cast(graph.subtract(graph.multiply(h, 4), middle), np.int64)
+    difference = graph.multiply(h, 4)
+    if centred:
+        total = graph.reduce("ReduceSum", h, -1)
+        middle = graph.shift_right(graph.multiply(total, by.inverse, np.int64), by.bits, 1 << 58, 1 << (by.bits - 1))
+        difference = graph.subtract(difference, middle)
+    difference = graph.cast(difference, np.int64)
     variance = graph.add(graph.reduce("ReduceSum", graph.multiply(difference, difference), -1), epsilon)
     bits = graph.bit_length(variance, _VARIANCE_BITS)
 
@@ -130,20 +133,22 @@ def _normalise(graph: Graph, h: Value, channels: int, epsilon: int) -> Value:
     v = graph.shift_unsigned(graph.cast(variance, np.uint64), of_bits(up, np.uint64), "LEFT")
     v = graph.maximum(graph.cast(graph.shift_unsigned(v, of_bits(down, np.uint64)), np.int64), 1 << 28)
     factor = graph.multiply_round(_inverse_root(graph, v), by.root, 30)
-    difference = graph.subtract(graph.multiply(h, channels), total)
+    difference = graph.multiply(h, channels)
+    if centred:
+        difference = graph.subtract(difference, total)
     raised = graph.multiply(difference, of_bits(np.int64(1) << (left + 5), np.int64), np.int64)
     return graph.multiply_round(graph.shift_right(raised, 5, (1 << 36) - 32, 16), factor)
 
 
-def layer_norm(graph: Graph, module: LayerNorm, h: Value) -> Value:
-    """Write a :class:`.modules.LayerNorm`; h is int32 of int16's range."""
+def layer_norm(graph: Graph, module: LayerNorm, h: Value, residual: Value | None = None) -> Value:
+    """Write a :class:`.modules.LayerNorm`; h and the residual are int32 of int16's range."""
     gain, offset = _array(module.gain).astype(np.int64), _array(module.offset).astype(np.int64)
-    n = _normalise(graph, h, gain.size, module.epsilon)
+    n = _normalise(graph, h, gain.size, module.epsilon, module.centred)
     # both roundings down, of the product and of what follows, are one of their sum
     product = graph.multiply(n, gain, np.int64)
     bound = (int(np.abs(gain).max()) << 26) + ((int(np.abs(offset).max()) + 1) << 28)
     out = graph.round_shift(product, 28 + module.shift, bound, (offset << 28) + (1 << 27), _after(module.dtype))
-    return _saturated(graph, out, module.dtype)
+    return _saturated(graph, out if residual is None else graph.add(out, residual, np.int64), module.dtype)
 
 
 def mean(graph: Graph, module: Mean, x: Value) -> Value:
@@ -301,7 +306,7 @@ def _embed(graph: Graph, module: PatchEmbedding, images: Value, image: Sequence[
     return graph.node("Concat", graph.node("Expand", prefix, size), h, axis=1)
 
 
-def _norm(graph: Graph, module: LayerNorm, h: Value, shape: Shape) -> Value:
+def _norm(graph: Graph, module: LayerNorm, h: Value, shape: Shape, *residual: Value) -> Value:
     """Write a :class:`.modules.LayerNorm` with the tokens that it takes."""
     channels = module.gain.numel()
     if module.part is not None:
@@ -313,7 +318,7 @@ def _norm(graph: Graph, module: LayerNorm, h: Value, shape: Shape) -> Value:
         h = graph.reshape(h, 0, channels) if module.single else graph.reshape(h, 0, rows, channels)
     elif module.single:
         h = graph.reshape(h, 0, channels)
-    return layer_norm(graph, module, h)
+    return layer_norm(graph, module, h, *residual)
 
 
 def node(graph: Graph, module: Any, inputs: Sequence[Value], shapes: Sequence[Shape], image: Sequence[int]) -> Value:
@@ -334,7 +339,7 @@ def node(graph: Graph, module: Any, inputs: Sequence[Value], shapes: Sequence[Sh
     if isinstance(module, PatchEmbedding):
         return _embed(graph, module, x, image)
     if isinstance(module, LayerNorm):
-        return _norm(graph, module, x, shape)
+        return _norm(graph, module, x, shape, *inputs[1:])
     if isinstance(module, Linear):
         if module.scatter is not None:
             x = graph.take(x, module.scatter.argsort())

@@ -17,9 +17,24 @@ from ..modules import (
     WideLinear,
     Widen,
 )
+from .narrow import Narrow
+from .norms import RmsNorm
 
 OPERATORS: dict[str, type[IntegerModule]] = {
     kind.__name__: kind
-    for kind in (PatchEmbedding, LayerNorm, Linear, WideLinear, LinearGelu, Attention, Mean, First, Join, Widen)
+    for kind in (
+        PatchEmbedding,
+        LayerNorm,
+        Linear,
+        WideLinear,
+        LinearGelu,
+        Attention,
+        Mean,
+        First,
+        Join,
+        Widen,
+        RmsNorm,
+        Narrow,
+    )
 }
 """Kinds of node of an integer network, by name."""

@@ -14,6 +14,7 @@ from .execution import check_images
 from .float_parts import with_float_parts
 from .graph import IntegerNetwork, check_network
 from .modules import LayerNorm, Linear
+from .operators.narrow import Narrow
 from .patterns import Lowering
 from .quality import sqnr_db
 
@@ -76,12 +77,12 @@ def branches(network: IntegerNetwork) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for node in network.nodes:
         part = network.part(node.name)
-        if not isinstance(part, Linear) or len(node.inputs) < 2:
+        if not isinstance(part, (Linear, LayerNorm)) or len(node.inputs) < 2:
             continue
         names, waiting = [], [node.inputs[0]]
         while waiting:
             name = waiting.pop()
-            if name not in names and not isinstance(network.part(name), LayerNorm):
+            if name not in names and not isinstance(network.part(name), (LayerNorm, Narrow)):
                 names.append(name)
                 waiting += [each for each in inputs[name] if each in inputs]
         names.append(node.name)

@@ -35,6 +35,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "query and key norms": ("vit", {"num_classes": 10, "qk_norm": True}),
     "swin": ("swin", {"num_classes": 10}),
     "swin features": ("swin", {"num_classes": 0}),
+    "swin v2": ("swin v2", {"num_classes": 10}),
+    "root mean squares": ("vit", {"num_classes": 4, "norm_layer": timm.layers.RmsNorm, "qk_norm": True}),
 }
 
 
@@ -43,6 +45,8 @@ def build(family: str, **options: Any) -> Any:
     torch.manual_seed(0)
     if family == "vit":
         model = timm.models.vision_transformer.VisionTransformer(**{**VIT, **options})
+    elif family == "swin v2":
+        model = timm.models.swin_transformer_v2.SwinTransformerV2(**{**SWIN, **options})
     else:
         model = timm.models.swin_transformer.SwinTransformer(**{**SWIN, **options})
     channels = model.patch_embed.proj.in_channels

@@ -327,7 +327,7 @@ CHECKS: dict[str, tuple[Callable[[int], None], int]] = {
     "linear layers": (_check_linear, 200),
     "large linear layers": (_check_deep_linear, 15),
     "layer normalisation": (_check_layer_norm, 60),
-    "layers at the ends of their ranges": (_check_extreme_layer, 255),
+    "layers at the ends of their ranges": (_check_extreme_layer, 384),
 }
 """What is checked, and how many calls a full run makes of each."""
 

@@ -146,7 +146,7 @@ def layer_norm(graph: Graph, module: LayerNorm, h: Value, residual: Value | None
     n = _normalise(graph, h, gain.size, module.epsilon, module.centred)
     # both roundings down, of the product and of what follows, are one of their sum
     product = graph.multiply(n, gain, np.int64)
-    bound = (int(np.abs(gain).max()) << 26) + ((int(np.abs(offset).max()) + 1) << 28)
+    bound = int(np.abs(gain).max()) * op.most_normalised(module.centred) + ((int(np.abs(offset).max()) + 1) << 28)
     out = graph.round_shift(product, 28 + module.shift, bound, (offset << 28) + (1 << 27), _after(module.dtype))
     return _saturated(graph, out if residual is None else graph.add(out, residual, np.int64), module.dtype)
 

@@ -175,6 +175,11 @@ def row_constants(channels: int) -> RowConstants:
     return RowConstants(((8 << bits) // channels + 1) >> 1, bits, root, shift)
 
 
+def most_normalised(centred: bool) -> int:
+    """Return the largest N of :func:`normalise`: of 4096 channels one may be 64 times their root mean square, and x rounds."""
+    return (1 << 26) + (0 if centred else 4)
+
+
 def normalise(h: torch.Tensor, epsilon: int, check: Checker = _UNCHECKED, *, centred: bool = True) -> torch.Tensor:
     """Take mean and deviation out of rows: int64 (..., channels) with 20 fraction bits.
 
@@ -206,7 +211,7 @@ def normalise(h: torch.Tensor, epsilon: int, check: Checker = _UNCHECKED, *, cen
     # from 2**-5 to 2**25, and the result below 2**31
     left = 8 - half - by.shift
     scaled = check("d 2**l", multiply_round(difference, 1 << (left + 5), 5), *INT32)
-    return check("N", multiply_round(scaled, factor), -(1 << 26), 1 << 26)
+    return check("N", multiply_round(scaled, factor), -most_normalised(centred), most_normalised(centred))
 
 
 def layer_norm(

@@ -255,7 +255,14 @@ def _linear_spans(x: Sequence[int]) -> dict[str, int]:
 
 def _norm_spans(x: Sequence[int]) -> dict[str, int]:
     rows, channels, _, _, item, *_ = x
-    return {"h": 2 * rows * channels, "gain": 4 * channels, "offset": 4 * channels, "out": item * rows * channels}
+    activations = {"h": 2 * rows * channels, "residual": 2 * rows * channels, "out": item * rows * channels}
+    return activations | {"gain": 4 * channels, "offset": 4 * channels}
+
+
+def _narrow_spans(x: Sequence[int]) -> dict[str, int]:
+    rows, channels, _, _, item = x
+    constants = {"multiplier": 4 * channels, "offset": 4 * channels}
+    return constants | {"h": 2 * rows * channels, "out": item * rows * channels}
 
 
 class DriverLibrary:
@@ -269,6 +276,7 @@ class DriverLibrary:
 
     _ORDER = (
         "attention", "attention_at", "quantize", "bias", "float_attention", "linear", "layer_norm", "varlen_attention", "seen",
+        "narrow",
     )  # fmt: skip
     """Functions by their numbers in ``driver.c``."""
 
@@ -399,6 +407,9 @@ class DriverLibrary:
 
     def _layer_norm(self, argument: Any) -> int:
         return self._simple("layer_norm", argument, _norm_spans, ("out",))
+
+    def _narrow(self, argument: Any) -> int:
+        return self._simple("narrow", argument, _narrow_spans, ("out",))
 
     def _bias(self, x: int, out: int, sizes: Any) -> None:
         rows, keys, _ = sizes._obj

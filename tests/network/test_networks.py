@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import qflash
 from qflash.network import conversion, execution, storage
 from qflash.network.modules import LayerNorm, Linear, LinearGelu, Mean
+from qflash.network.operators import narrow, norms
 from qflash.network.storage import load_model, save_model
 from qflash.specification import reference
 from qflash_lab.bench.metrics import sqnr
@@ -70,7 +71,7 @@ def integer_product(a: torch.Tensor, b: torch.Tensor, most: int, out: torch.dtyp
     return torch.matmul(a.to(torch.int64), b.to(torch.int64)).to(out)
 
 
-@pytest.mark.parametrize("kind", ["class token", "long rows", "norm then mean", "query and key norms", "swin"])
+@pytest.mark.parametrize("kind", ["class token", "long rows", "norm then mean", "query and key norms", "swin", "swin v2"])
 def test_reference_computes_no_float(made: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, network = made(kind)
     images = draw(model, 2, seed=7)
@@ -80,6 +81,8 @@ def test_reference_computes_no_float(made: Any, kind: str, monkeypatch: pytest.M
     # what runs inside of an operator, without the operator, which would hide it
     for name in ("int8_linear", "int8_linear_gelu", "integer_layer_norm", "integer_mean", "patch_embedding"):
         monkeypatch.setattr(torch.ops.qflash, name, getattr(execution, name))
+    monkeypatch.setattr(torch.ops.qflash, "integer_norm", norms.integer_norm)
+    monkeypatch.setattr(torch.ops.qflash, "integer_narrow", narrow.integer_narrow)
     monkeypatch.setattr(torch.ops.qflash, "int8_attention", qflash.execution.int8_attention)
     # the reference forms integer products with float GEMMs that cannot round; here with integers
     monkeypatch.setattr(reference, "_exact_matmul", integer_product)
@@ -89,7 +92,7 @@ def test_reference_computes_no_float(made: Any, kind: str, monkeypatch: pytest.M
     assert {"mm.default", "bmm.default"} & mode.seen and len(mode.seen) > 20
 
 
-@pytest.mark.parametrize("kind", ["registers", "query and key norms", "swin", "features"])
+@pytest.mark.parametrize("kind", ["registers", "query and key norms", "swin", "features", "swin v2"])
 def test_a_file_gives_the_same_network(made: Any, kind: str, tmp_path: Path) -> None:
     model, network = made(kind)
     images = draw(model, 3, seed=8)

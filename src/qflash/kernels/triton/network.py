@@ -162,10 +162,10 @@ def integer_layer_norm_kernel(
         else:
             y = multiply_round(y << 4, gain, GUARD) + offset + half
         y = y >> shift
-        at = m[:, None] * CHANNELS + channel[None, :]
         if residual_ptr is not None:
-            y += tl.load(residual_ptr + at, mask=there, other=0).to(tl.int32)
-        tl.store(o_ptr + at, saturate(y, o_ptr.dtype.element_ty, PLAIN), mask=there)
+            y += tl.load(residual_ptr + m[:, None] * CHANNELS + channel[None, :], mask=there, other=0).to(tl.int32)
+        out = saturate(y, o_ptr.dtype.element_ty, PLAIN)
+        tl.store(o_ptr + m[:, None] * CHANNELS + channel[None, :], out, mask=there)
 
 
 @triton.jit(do_not_specialize=("left", "tokens", "new_tokens", "image_inverse", "image_bits"))

@@ -622,6 +622,12 @@ class Network:
         b, R = self.get(name, "offset"), self.get(name, "multiplier")
         return narrow(self.gathered(name, sizes, h), b, R, self.parameters["constants"][name]["left"], 8)
 
+    def token_embedding(self, name, sizes, ids):
+        rows = self.words(name, "table_words", sizes["vocabulary"], sizes["channels"])[ids]
+        if not sizes["positions"]:
+            return rows
+        return saturate(rows + self.words(name, "position_words", sizes["positions"], sizes["channels"]), 16)
+
     def rms_norm(self, name, sizes, h, residual=None):
         return self.layer_norm(name, sizes, h, residual, centred=False)
 
@@ -696,6 +702,7 @@ NODES = {
     "Widen": Network.widen,
     "RmsNorm": Network.rms_norm,
     "Narrow": Network.narrow,
+    "TokenEmbedding": Network.token_embedding,
 }
 
 

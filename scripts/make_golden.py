@@ -909,6 +909,7 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
 NORM_NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
     "vit-rms": ("RMS norms", {"num_classes": 4, "qk_norm": True}),
     "swin-v2": ("SwinTransformerV2", {"num_classes": 5, "depths": (1, 1)}),
+    "text": ("text", {}),
 }
 """The same, with other normalisations."""
 
@@ -939,6 +940,22 @@ def _two_outputs(**options: Any) -> torch.nn.Module:
     return TwoOutputs()
 
 
+def _text_model() -> torch.nn.Module:
+    """Return an encoder of ids of tokens, with normalisations behind the sums."""
+
+    class Text(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.word, self.place = torch.nn.Embedding(30, 16), torch.nn.Parameter(torch.randn(12, 16))
+            self.norm = torch.nn.LayerNorm(16)
+            self.layer = torch.nn.TransformerEncoderLayer(16, 2, 32, 0.0, "gelu", batch_first=True)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.layer(self.norm(self.word(ids) + self.place))
+
+    return Text()
+
+
 def converted_networks(networks: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Case]:
     """Return the networks of a table like the above, quantised now; the integers depend on PyTorch's and timm's versions."""
     import timm
@@ -950,6 +967,7 @@ def converted_networks(networks: dict[str, tuple[str, dict[str, Any]]]) -> dict[
         "RMS norms": lambda **options: timm.models.vision_transformer.VisionTransformer(
             **{**_VIT, "norm_layer": timm.layers.RmsNorm, **options}
         ),
+        "text": _text_model,
         "SwinTransformerV2": lambda **options: timm.models.swin_transformer_v2.SwinTransformerV2(**{**_SWIN, **options}),
     }
     cases = {}
@@ -964,6 +982,8 @@ def converted_networks(networks: dict[str, tuple[str, dict[str, Any]]]) -> dict[
         side = options.get("img_size", 16)
         coarse = torch.nn.functional.interpolate(draw.normal(24, 3, 4, 4), size=(side, side))
         images = (128 + 50 * (coarse + 0.5 * draw.normal(24, 3, side, side))).clamp(0, 255).to(torch.uint8)
+        if kind == "text":
+            images = draw.integers(0, 30, 24, 12, dtype=torch.int64)
         mean, std = (0.48, 0.45, 0.4), (0.22, 0.23, 0.25)
         network = qflash.quantize_model(model, [images], mean=mean, std=std, progress=False)
         header = storage.network_header(network)

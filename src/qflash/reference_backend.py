@@ -188,6 +188,10 @@ class Backend:
     def _narrow(self, h: torch.Tensor, *constants: Any) -> torch.Tensor:
         return layers.narrow(h, *constants)
 
+    def embed_tokens(self, ids: torch.Tensor, table: torch.Tensor, position: torch.Tensor | None) -> torch.Tensor:
+        """Bring ids of tokens to the residual stream; see :mod:`qflash.network.operators.token_embedding`."""
+        return layers.embed_tokens(ids, table, position)
+
     def mean(
         self, x: torch.Tensor, multiplier: torch.Tensor, left: int, offset: torch.Tensor, out_dtype: torch.dtype
     ) -> torch.Tensor:

@@ -38,9 +38,9 @@ class Operation:
     """One computing operation of the float network.
 
     Attributes:
-        kind: ``"images"``, ``"linear"``, ``"norm"``, ``"gelu"``, ``"attention"``, ``"add"``, ``"mean"``, ``"join"``, which
-            puts channels side by side, or ``"unrotate"``, which takes an output out of a rotated stream
-            (:mod:`.rotation`).
+        kind: ``"images"`` (or ids of tokens), ``"embedding"`` of ids, ``"linear"``, ``"norm"``, ``"gelu"``, ``"attention"``,
+            ``"add"``, ``"mean"``, ``"join"``, which puts channels side by side, or ``"unrotate"``, which takes an output out of
+            a rotated stream (:mod:`.rotation`).
         inputs: what it takes. A linear layer and a normalisation take rows x channels; attention takes query, key and value,
             (batch, heads, tokens, channels); a mean takes (images, tokens, channels).
         seen: for each input the node of the traced graph whose value it is, for calibration.
@@ -48,7 +48,7 @@ class Operation:
         rows, channels: of its output.
         name: of the submodule that computes it.
         matrix: weights of a linear layer, or of what rotates back.
-        weight: of a normalisation, float64 (channels,), or None.
+        weight: of a normalisation, float64 (channels,), or None; of an embedding, (vocabulary, channels).
         bias: of both, float64, or None.
         epsilon: of a normalisation.
         centred: of a normalisation: whether the mean is taken out of rows.
@@ -324,7 +324,8 @@ class _Tracer(fx.Interpreter):
             aten.mean: self.mean, aten.dropout: self.dropout, aten.pad: self.pad, aten.constant_pad_nd: self.pad,
             aten.adaptive_avg_pool1d: self.pool_all, aten.adaptive_avg_pool2d: self.pool_all,
             aten.masked_fill: self.masked_fill, aten.baddbmm: self.baddbmm, aten.stack: self.stack,
-            aten.rms_norm: self.rms_norm, aten.linalg_vector_norm: self.vector_norm, aten.clamp_min: self.clamp_min,
+            aten.embedding: self.embedding, aten.rms_norm: self.rms_norm, aten.linalg_vector_norm: self.vector_norm,
+            aten.clamp_min: self.clamp_min,
             aten.pow: self.power, aten.square: lambda x: self.power(x, 2), aten.sqrt: lambda x: self.power(x, 0.5),
             aten.rsqrt: lambda x: self.power(x, -0.5), aten.reciprocal: lambda x: self.power(x, -1), aten.sum: self.row_sum,
         }  # fmt: skip
@@ -653,6 +654,12 @@ class _Tracer(fx.Interpreter):
 
     # --- rows -------------------------------------------------------------------------------------------------
 
+    def embedding(self, weight: Any, ids: Any, *rest: Any) -> Any:
+        plain = isinstance(ids, View) and ids.source.kind == "images" and ids.index is None
+        if not plain or ids.factor is not None or ids.term is not None or _has_view(weight):
+            raise self.refusal("embedding of what are not the model's ids of tokens")
+        return self.made("embedding", (ids,), self.seen(1), (*ids.shape, weight.shape[1]), weight=wide(weight))
+
     def layer_norm(self, x: Any, shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
         if not isinstance(x, View) or len(shape) != 1:
             raise self.refusal("layer normalisation over several dimensions")
@@ -862,9 +869,13 @@ def rms_norm(
 
 def _compute(operation: Operation, inputs: list[torch.Tensor], images: torch.Tensor) -> torch.Tensor:
     """Return an operation's output."""
-    weight, bias = (None if x is None else x.to(images) for x in (operation.weight, operation.bias))
     if operation.kind == "images":
         return images
+    if operation.kind == "embedding":
+        assert operation.weight is not None
+        return nn.functional.embedding(inputs[0], operation.weight.to(images.device, torch.float32))
+    images = inputs[0]  # for the type and the device
+    weight, bias = (None if x is None else x.to(images) for x in (operation.weight, operation.bias))
     if operation.kind in ("linear", "unrotate"):
         assert operation.matrix is not None
         return nn.functional.linear(inputs[0], operation.matrix.make().to(images), bias)
@@ -976,8 +987,9 @@ def capture(model: nn.Module, images: torch.Tensor, outputs: Sequence[str] | Non
     """Trace a module in eval mode and list its operations.
 
     Args:
-        model: takes images (batch, channels, height, width) and returns a tensor, or several with names.
-        images: of the model's dtype and device, :data:`BATCH` of them.
+        model: takes images (batch, channels, height, width), or ids (batch, tokens), and returns a tensor, or several with
+            names.
+        images: of the model's dtype and device, :data:`BATCH` of them; or ids.
         outputs: names of those that are wanted; ``"logits"`` if there are such, otherwise all.
 
     Raises:

@@ -29,6 +29,7 @@ from .matrix import Matrix
 from .modules import Attention, First, Join, LayerNorm, Linear, LinearGelu, Mean, PatchEmbedding, WideLinear, Widen
 from .operators.narrow import Narrow
 from .operators.norms import RmsNorm
+from .operators.token_embedding import TokenEmbedding
 
 Ranges = dict[fx.Node, Range]
 """What calibration saw, by node of the traced graph."""
@@ -154,10 +155,12 @@ class Group:
 
     Attributes:
         seen: nodes of the traced graph whose ranges the unit must hold.
+        most: a magnitude that the unit must hold, whatever calibration saw.
         unit: once the ranges are known.
     """
 
     seen: list[fx.Node] = dataclasses.field(default_factory=list)
+    most: float = 0.0
     unit: float = 0.0
 
 
@@ -170,7 +173,7 @@ class Lowering:
         references: by node what its output stands for: a float tensor, and the group of a residual stream.
     """
 
-    def __init__(self, captured: Captured, recipe: Recipe, image: tuple[int, int, int]) -> None:
+    def __init__(self, captured: Captured, recipe: Recipe, image: tuple[int, ...]) -> None:
         self.captured, self.recipe, self.image = captured, recipe, image
         self.users: dict[int, list[tuple[Operation, int]]] = defaultdict(list)
         for operation in captured.operations:
@@ -232,6 +235,15 @@ class Lowering:
         """Return the stream that a view is of, made if it is patches with constants around them; and its rows there."""
         rows = rows_of(view, user)
         key = (id(rows.source),)
+        if rows.source.kind == "embedding":
+            if not rows.is_whole:
+                raise _refuse(user, "it takes some tokens, or some channels, of an embedding")
+            if key not in self.streams:
+                self.streams[key], self.embedded = self.embed_tokens(rows), rows
+            elif not _same(rows.term, self.embedded.term) or not _same(rows.factor, self.embedded.factor):
+                raise _refuse(user, "tokens are used with different constants around them")
+            self.see(self.streams[key].group, seen)
+            return self.streams[key], Rows(view, rows.source, rows.table, rows.columns, None, None)
         if rows.source.kind == "linear" and rows.source.inputs[0].source.kind == "images":
             if not rows.has_all_columns:
                 raise _refuse(user, "it takes some channels of patch embeddings")
@@ -299,6 +311,29 @@ class Lowering:
         self.fillers.append(fill)
         return self.begin(name, rows.view, group)
 
+    def embed_tokens(self, rows: Rows) -> Stream:
+        """Add the embedding of ids: a table, and what is added to each place."""
+        operation, term = rows.source, rows.term
+        assert operation.weight is not None
+        table = operation.weight if rows.factor is None else operation.weight * rows.factor
+        vocabulary, channels = table.shape
+        if term is not None and bool((term == term[:1]).all()):
+            # the same for all places, as that of the one segment
+            table, term = table + term[:1], None
+        module = TokenEmbedding(vocabulary, channels, 0 if term is None else len(term))
+        group = self.group()
+        # words that calibration did not see are in the table
+        group.most = float(table.abs().max()) + (0.0 if term is None else float(term.abs().max()))
+        name = self.add(operation.name or "embed", module, IMAGES)
+
+        def fill(ranges: Ranges) -> None:
+            module.table.copy_(cv.to_int16(table, group.unit))
+            if term is not None and module.position is not None:
+                module.position.copy_(cv.to_int16(term, group.unit))
+
+        self.fillers.append(fill)
+        return self.begin(name, rows.view, group)
+
     def patch_size(self, operation: Operation) -> tuple[tuple[int, int], torch.Tensor | None]:
         """Return the (height, width) of patches that a linear layer takes, and the order of its inputs.
 
@@ -306,7 +341,7 @@ class Lowering:
         height, width); None where they lie so.
         """
         view = operation.inputs[0]
-        channels, height, width = self.image
+        channels, height, width = self.image[:3]
         pixels = counted(channels * height * width).view(1, channels, height, width)
         places = view.places()
         one = places[: len(places) // BATCH].reshape(-1, places.shape[-1])
@@ -333,7 +368,7 @@ class Lowering:
             UnsupportedError: an operation fits into no pattern.
         """
         for operation in self.captured.operations:
-            if operation.kind not in ("images", "join", "unrotate"):
+            if operation.kind not in ("images", "embedding", "join", "unrotate"):
                 getattr(self, f"lower_{operation.kind}")(operation)
         ends = {output.name: self.lower_output(output) for output in self.captured.outputs}
         return IntegerNetwork(self.nodes, self.modules, self.image, self.recipe, ends)
@@ -1004,7 +1039,7 @@ class Lowering:
         """
         self.mean, self.deviation = mean, deviation
         for group in self.groups:
-            group.unit = cv.unit_of(*(ranges[node] for node in group.seen))
+            group.unit = max(cv.unit_of(*(ranges[node] for node in group.seen)), group.most / 32767)
         for fill in self.fillers:
             fill(ranges)
         numbers = {name: stream.unit for name, (_, stream) in self.references.items() if stream is not None}

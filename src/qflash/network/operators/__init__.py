@@ -19,6 +19,7 @@ from ..modules import (
 )
 from .narrow import Narrow
 from .norms import RmsNorm
+from .token_embedding import TokenEmbedding
 
 OPERATORS: dict[str, type[IntegerModule]] = {
     kind.__name__: kind
@@ -35,6 +36,7 @@ OPERATORS: dict[str, type[IntegerModule]] = {
         Widen,
         RmsNorm,
         Narrow,
+        TokenEmbedding,
     )
 }
 """Kinds of node of an integer network, by name."""

@@ -39,6 +39,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "SwiGLU with a norm": ("vit", {"num_classes": 3, "mlp_layer": timm.layers.SwiGLU, "scale_mlp_norm": True, "depth": 1}),
     "swin": ("swin", {"num_classes": 10}),
     "swin features": ("swin", {"num_classes": 0}),
+    "swin v2": ("swin v2", {"num_classes": 10}),
+    "root mean squares": ("vit", {"num_classes": 4, "norm_layer": timm.layers.RmsNorm, "qk_norm": True}),
 }
 
 
@@ -47,6 +49,8 @@ def build(family: str, **options: Any) -> Any:
     torch.manual_seed(0)
     if family == "vit":
         model = timm.models.vision_transformer.VisionTransformer(**{**VIT, **options})
+    elif family == "swin v2":
+        model = timm.models.swin_transformer_v2.SwinTransformerV2(**{**SWIN, **options})
     else:
         model = timm.models.swin_transformer.SwinTransformer(**{**SWIN, **options})
     channels = model.patch_embed.proj.in_channels

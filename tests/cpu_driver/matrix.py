@@ -27,7 +27,7 @@ from helpers import (
     move_far,
     same_bits,
 )
-from network_cases import draw_gated, draw_layer_norm, draw_linear, extremes
+from network_cases import draw_gated, draw_layer_norm, draw_linear, draw_narrow, draw_norm, extremes
 from qflash.execution import attend, quantize_with_scale
 from qflash.kernels.cpu import launch
 from qflash.specification import layers as operators
@@ -308,6 +308,11 @@ def _check_gated(number: int) -> None:
     assert same_bits(layer.run("cpu"), layer.run("reference"))
 
 
+def _check_norm(number: int) -> None:
+    layer = (draw_norm, draw_narrow)[number % 2](number // 2)
+    assert same_bits(layer.run("cpu"), layer.run("reference"))
+
+
 _extremes = functools.cache(extremes)
 
 
@@ -333,7 +338,8 @@ CHECKS: dict[str, tuple[Callable[[int], None], int]] = {
     "large linear layers": (_check_deep_linear, 15),
     "layer normalisation": (_check_layer_norm, 60),
     "gated products": (_check_gated, 60),
-    "layers at the ends of their ranges": (_check_extreme_layer, 320),
+    "norms without a mean, with a residual; narrowed streams": (_check_norm, 80),
+    "layers at the ends of their ranges": (_check_extreme_layer, 384),
 }
 """What is checked, and how many calls a full run makes of each."""
 

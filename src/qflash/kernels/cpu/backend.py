@@ -73,7 +73,10 @@ class CpuBackend(KernelBackend):
     ) -> torch.Tensor:
         return network.launch_linear(x, layer, dtype, residual, activation)
 
-    def _layer_norm(self, h: torch.Tensor, *constants: Any) -> torch.Tensor:
-        return network.launch_layer_norm(h, *constants)
+    def _layer_norm(self, h: torch.Tensor, *constants: Any, **more: Any) -> torch.Tensor:
+        return network.launch_layer_norm(h, *constants, **more)
+
+    def _narrow(self, h: torch.Tensor, *constants: Any) -> torch.Tensor:
+        return network.launch_narrow(h, *constants)
 
     gated = staticmethod(network.launch_gated)

@@ -41,7 +41,7 @@ _SOURCES = ("attention.c", "network.c")
 _HEADERS = ("products.h",)
 _FUNCTIONS = {
     "attention": 1, "attention_at": 11, "quantize": 1, "bias": 3, "seen": 3, "float_attention": 7, "varlen_attention": 4,
-    "linear": 1, "layer_norm": 1,
+    "linear": 1, "layer_norm": 1, "narrow": 1,
 }  # fmt: skip
 """Functions of the library, and how many addresses each takes."""
 # no contraction: a product that is rounded in the reference is rounded

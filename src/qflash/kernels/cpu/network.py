@@ -13,7 +13,8 @@ _Linear = launch.arguments_type(
     ("x", "weight", "bias", "multiplier", "residual", "activation_multiplier", "activation_offset", "out"), 9
 )
 _Gated = launch.arguments_type(("x", "multiplier", "offset", "out"), 6)
-_LayerNorm = launch.arguments_type(("h", "gain", "offset", "out"), 10)
+_LayerNorm = launch.arguments_type(("h", "gain", "offset", "residual", "out"), 11)
+_Narrow = launch.arguments_type(("h", "multiplier", "offset", "out"), 5)
 
 
 def _number(activation: str) -> int:
@@ -49,19 +50,21 @@ def launch_linear(
 
 
 def launch_layer_norm(
-    h: torch.Tensor, epsilon: int, gain: torch.Tensor, offset: torch.Tensor, shift: int, out_dtype: torch.dtype
-) -> torch.Tensor:
-    """Normalise rows; arguments are those of :func:`qflash.network.execution.integer_layer_norm`, which checks them."""
+    h: torch.Tensor, epsilon: int, gain: torch.Tensor, offset: torch.Tensor, shift: int, out_dtype: torch.dtype, *,
+    centred: bool, residual: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """Normalise rows; arguments are those of :func:`qflash.network.operators.norms.integer_norm`, which checks them."""
     out = torch.empty(h.shape, dtype=out_dtype, device="cpu")
     if out.numel() == 0:
         return out
     h, gain, offset = h.contiguous(), gain.contiguous(), offset.contiguous()
+    residual = None if residual is None else residual.contiguous()
     channels = h.shape[-1]
     arguments = _LayerNorm(
-        h.data_ptr(), gain.data_ptr(), offset.data_ptr(), out.data_ptr(),
+        *(0 if x is None else x.data_ptr() for x in (h, gain, offset, residual, out)),
         (
             h.numel() // channels, channels, epsilon, shift, out.element_size(), launch.threads_for(8 * h.numel()),
-            *row_constants(channels),
+            *row_constants(channels), centred,
         ),
     )  # fmt: skip
     launch.load().qflash_layer_norm(ctypes.byref(arguments))
@@ -86,4 +89,21 @@ def launch_gated(
         ),
     )  # fmt: skip
     launch.load().qflash_gated(ctypes.byref(arguments))
+    return out
+
+
+def launch_narrow(
+    h: torch.Tensor, multiplier: torch.Tensor, left: int, offset: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """Bring rows to int8; arguments are those of :func:`qflash.network.operators.narrow.integer_narrow`, which checks them."""
+    out = torch.empty(h.shape, dtype=out_dtype, device="cpu")
+    if out.numel() == 0:
+        return out
+    h, multiplier, offset = h.contiguous(), multiplier.contiguous(), offset.contiguous()
+    channels = h.shape[-1]
+    arguments = _Narrow(
+        *(x.data_ptr() for x in (h, multiplier, offset, out)),
+        (h.numel() // channels, channels, left, launch.threads_for(2 * h.numel()), out.element_size()),
+    )
+    launch.load().qflash_narrow(ctypes.byref(arguments))
     return out

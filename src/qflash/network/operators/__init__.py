@@ -21,6 +21,9 @@ from ..modules import (
     Widen,
 )
 from .gated import Gated
+from .narrow import Narrow
+from .norms import RmsNorm
+from .token_embedding import TokenEmbedding
 from .tokens import Tokens
 
 OPERATORS: dict[str, type[IntegerModule]] = {
@@ -40,6 +43,9 @@ OPERATORS: dict[str, type[IntegerModule]] = {
         Widen,
         Gated,
         Tokens,
+        RmsNorm,
+        Narrow,
+        TokenEmbedding,
     )
 }
 """Kinds of node of an integer network, by name."""

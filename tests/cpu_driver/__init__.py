@@ -256,7 +256,14 @@ def _linear_spans(x: Sequence[int]) -> dict[str, int]:
 
 def _norm_spans(x: Sequence[int]) -> dict[str, int]:
     rows, channels, _, _, item, *_ = x
-    return {"h": 2 * rows * channels, "gain": 4 * channels, "offset": 4 * channels, "out": item * rows * channels}
+    activations = {"h": 2 * rows * channels, "residual": 2 * rows * channels, "out": item * rows * channels}
+    return activations | {"gain": 4 * channels, "offset": 4 * channels}
+
+
+def _narrow_spans(x: Sequence[int]) -> dict[str, int]:
+    rows, channels, _, _, item = x
+    constants = {"multiplier": 4 * channels, "offset": 4 * channels}
+    return constants | {"h": 2 * rows * channels, "out": item * rows * channels}
 
 
 def _gated_spans(x: Sequence[int]) -> dict[str, int]:
@@ -292,7 +299,7 @@ class DriverLibrary:
 
     _ORDER = (
         "attention", "attention_at", "quantize", "bias", "float_attention", "linear", "layer_norm", "varlen_attention", "seen",
-        "gated", "mean", "patches", "move_rows", "rotary",
+        "gated", "mean", "patches", "move_rows", "rotary", "narrow",
     )  # fmt: skip
     """Functions by their numbers in ``driver.c``."""
 
@@ -446,6 +453,9 @@ class DriverLibrary:
 
     def _rotary(self, argument: Any) -> int:
         return self._simple("rotary", argument, _rotary_spans, ("out",))
+
+    def _narrow(self, argument: Any) -> int:
+        return self._simple("narrow", argument, _narrow_spans, ("out",))
 
     def _bias(self, x: int, out: int, sizes: Any) -> None:
         rows, keys, _ = sizes._obj

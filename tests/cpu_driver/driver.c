@@ -50,6 +50,7 @@ int qflash_mean(const void *);
 int qflash_patches(const void *);
 int qflash_move_rows(const void *);
 int qflash_rotary(const void *);
+int qflash_narrow(const void *);
 int qflash_varlen_attention(const void *, const void *, const void *, void *);
 
 typedef struct {
@@ -106,6 +107,7 @@ static int64_t call(int64_t function, void **a) {
     case 11: return qflash_patches(a[0]);
     case 12: return qflash_move_rows(a[0]);
     case 13: return qflash_rotary(a[0]);
+    case 14: return qflash_narrow(a[0]);
     }
     fail("no such function");
     return 0;

@@ -27,7 +27,16 @@ from helpers import (
     move_far,
     same_bits,
 )
-from network_cases import MOVING, draw_gated, draw_layer_norm, draw_linear, draw_rotary, extremes
+from network_cases import (
+    MOVING,
+    draw_gated,
+    draw_layer_norm,
+    draw_linear,
+    draw_narrow,
+    draw_norm,
+    draw_rotary,
+    extremes,
+)
 from qflash.execution import attend, quantize_with_scale
 from qflash.kernels.cpu import launch
 from qflash.specification import layers as operators
@@ -318,6 +327,11 @@ def _check_rotary(number: int) -> None:
     assert same_bits(layer.run("cpu"), layer.run("reference"))
 
 
+def _check_norm(number: int) -> None:
+    layer = (draw_norm, draw_narrow)[number % 2](number // 2)
+    assert same_bits(layer.run("cpu"), layer.run("reference"))
+
+
 _extremes = functools.cache(extremes)
 
 
@@ -345,7 +359,8 @@ CHECKS: dict[str, tuple[Callable[[int], None], int]] = {
     "gated products": (_check_gated, 60),
     "rows, means and patches": (_check_moving, 60),
     "rotary positions": (_check_rotary, 60),
-    "layers at the ends of their ranges": (_check_extreme_layer, 320),
+    "norms without a mean, with a residual; narrowed streams": (_check_norm, 80),
+    "layers at the ends of their ranges": (_check_extreme_layer, 384),
 }
 """What is checked, and how many calls a full run makes of each."""
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import qflash
 from qflash.network import conversion, execution, storage
 from qflash.network.modules import LayerNorm, Linear, LinearGelu, Mean
-from qflash.network.operators import gated, rotary
+from qflash.network.operators import gated, narrow, norms, rotary
 from qflash.network.storage import load_model, save_model
 from qflash.specification import layers as op
 from qflash.specification import reference
@@ -73,7 +73,8 @@ def integer_product(a: torch.Tensor, b: torch.Tensor, most: int, out: torch.dtyp
 
 
 @pytest.mark.parametrize(
-    "kind", ["class token", "long rows", "norm then mean", "query and key norms", "SiLU", "SwiGLU", "rotary", "swin"]
+    "kind",
+    ["class token", "long rows", "norm then mean", "query and key norms", "SiLU", "SwiGLU", "rotary", "swin", "swin v2"],
 )
 def test_reference_computes_no_float(made: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, network = made(kind)
@@ -93,6 +94,8 @@ def test_reference_computes_no_float(made: Any, kind: str, monkeypatch: pytest.M
         monkeypatch.setattr(torch.ops.qflash, name, getattr(execution, name))
     monkeypatch.setattr(torch.ops.qflash, "gated", gated.gated)
     monkeypatch.setattr(torch.ops.qflash, "rotary", rotary.rotary)
+    monkeypatch.setattr(torch.ops.qflash, "integer_norm", norms.integer_norm)
+    monkeypatch.setattr(torch.ops.qflash, "integer_narrow", narrow.integer_narrow)
     monkeypatch.setattr(torch.ops.qflash, "int8_attention", qflash.execution.int8_attention)
     # the reference forms integer products with float GEMMs that cannot round; here with integers
     monkeypatch.setattr(reference, "_exact_matmul", integer_product)
@@ -102,7 +105,7 @@ def test_reference_computes_no_float(made: Any, kind: str, monkeypatch: pytest.M
     assert {"mm.default", "bmm.default"} & mode.seen and len(mode.seen) > 20
 
 
-@pytest.mark.parametrize("kind", ["registers", "query and key norms", "swin", "features"])
+@pytest.mark.parametrize("kind", ["registers", "query and key norms", "swin", "features", "swin v2"])
 def test_a_file_gives_the_same_network(made: Any, kind: str, tmp_path: Path) -> None:
     model, network = made(kind)
     images = draw(model, 3, seed=8)

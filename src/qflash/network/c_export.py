@@ -28,7 +28,7 @@ from .graph import IntegerNetwork, check_integer
 if TYPE_CHECKING:
     from ..kernels.cpu.plan import Plan
 
-FUNCTIONS = ("linear", "layer_norm", "attention", "mean", "patches", "move_rows", "gated", "rotary")
+FUNCTIONS = ("linear", "layer_norm", "attention", "mean", "patches", "move_rows", "gated", "rotary", "narrow")
 """Functions of C that a network calls, in the order of ``runtime.c``."""
 NAME_BYTES = 64
 """Of an output, with a zero at the end."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .execution import check_images
+from .inputs import check_input, input_shape, takes_ids
 
 if TYPE_CHECKING:
     from ..kernels.cpu.plan import Plan
@@ -27,7 +27,9 @@ def make_plan(network: Any, batch: int) -> tuple[Plan, torch.Tensor]:
     device = next(network.buffers()).device
     if not isinstance(find_backend(network.backend, device), CpuBackend):
         raise ValueError(f"network must run on the back end 'cpu', runs on {device} with the back end {network.backend!r}")
-    images = torch.randint(0, 256, (batch, *network.image), dtype=torch.uint8, device="cpu")
+    if takes_ids(network.image):
+        raise ValueError("a network that takes ids of tokens computes outside of the C kernels, where it looks these up")
+    images = torch.randint(0, 256, (batch, *input_shape(network.image)), dtype=torch.uint8, device="cpu")
     written: set[int] = set()
 
     def look(name: str, out: torch.Tensor) -> None:
@@ -71,7 +73,7 @@ class CpuGraph:
             TypeError, ValueError: images are of another type or size, or not :attr:`batch` many.
             MemoryError: there is too little.
         """
-        check_images(images, self._image[0], self._image[1:])
+        check_input(images, self._image)
         if len(images) != self.batch:
             raise ValueError(f"images must be {self.batch}, for which the graph was made, got {len(images)}")
         out = self._runner(images)

@@ -14,7 +14,7 @@ from ..scalars import whole_number
 from ..specification.recipe import Recipe
 from .cpu_graph import CpuGraph
 from .cuda_graph import NetworkGraph
-from .execution import check_images
+from .inputs import check_input, check_sizes, input_dtype, input_shape
 from .modules import EXTRA_STATE, LOADED, IntegerModule, Mean, Widen
 from .operators.tokens import Tokens
 from .quality import Quality
@@ -22,8 +22,6 @@ from .quality import Quality
 IMAGES = "images"
 """Name of the network's input."""
 _NAME = re.compile(r"[A-Za-z_0-9]+(\.[A-Za-z_0-9]+)*")
-MOST_PIXELS = 1 << 26
-"""Of an image; tables of tokens grow with them."""
 
 
 class Node(NamedTuple):
@@ -46,7 +44,7 @@ class IntegerNetwork(IntegerModule):
     Attributes:
         nodes: its operators.
         parts: the module of each node, by its name.
-        image: (channels, height, width) of an image.
+        image: (channels, height, width) of an image; (tokens, vocabulary) of a network that takes ids of tokens.
         recipe: of attention.
         outputs: the node of each output, by the output's name.
         scales: what a unit of each output stands for, a float: ``logits.float() * scale``. A network computes nothing with it.
@@ -70,7 +68,7 @@ class IntegerNetwork(IntegerModule):
         """
         super().__init__()
         self.nodes = tuple(nodes)
-        self.image: tuple[int, int, int] = tuple(image)  # type: ignore[assignment]
+        self.image: tuple[int, ...] = tuple(image)
         self.recipe = recipe
         self.outputs = dict(outputs)
         self.scales = dict.fromkeys(outputs, 1.0)
@@ -93,9 +91,7 @@ class IntegerNetwork(IntegerModule):
         self._last_use.update(dict.fromkeys(outputs.values(), len(self.nodes)))
 
     def _check_names(self) -> None:
-        sizes = self.image
-        if len(sizes) != 3 or not all(type(x) is int and x > 0 for x in sizes) or sizes[1] * sizes[2] > MOST_PIXELS:
-            raise ValueError(f"image must be (channels, height, width) of at most {MOST_PIXELS} pixels, got {sizes}")
+        check_sizes(self.image)
         known = {IMAGES}
         for node in self.nodes:
             if not _NAME.fullmatch(node.name) or node.name in known:
@@ -143,7 +139,8 @@ class IntegerNetwork(IntegerModule):
         """Classify images.
 
         Args:
-            images: uint8 (batch, image channels, height, width), RGB, not normalised.
+            images: uint8 (batch, image channels, height, width), RGB, not normalised; or ids, int32 or int64 (batch, tokens),
+                of a network that takes these.
 
         Returns:
             int32 (batch, outputs), or features of a network without a head; times :attr:`output_scale` in the float network's
@@ -162,7 +159,7 @@ class IntegerNetwork(IntegerModule):
             images: uint8 (batch, image channels, height, width).
             seen: is called with each node's name and output.
         """
-        check_images(images, self.image[0], self.image[1:])
+        check_input(images, self.image)
         values = {IMAGES: images}
         for index, node in enumerate(self.nodes):
             values[node.name] = self.part(node.name)(*(values[x] for x in node.inputs), backend=self.backend)
@@ -217,8 +214,8 @@ class IntegerNetwork(IntegerModule):
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every value for one image, by the name of its node."""
-        found: dict[str, tuple[int, ...]] = {IMAGES: (1, *self.image)}
-        images = torch.empty(found[IMAGES], dtype=torch.uint8, device="meta")
+        found: dict[str, tuple[int, ...]] = {IMAGES: (1, *input_shape(self.image))}
+        images = torch.empty(found[IMAGES], dtype=input_dtype(self.image), device="meta")
         self._on_meta().run(images, lambda name, x: found.update({name: tuple(x.shape)}))
         return found
 

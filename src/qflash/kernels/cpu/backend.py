@@ -79,11 +79,16 @@ class CpuBackend(KernelBackend):
 
     def layer_norm(
         self, h: torch.Tensor, epsilon: int, gain: torch.Tensor, offset: torch.Tensor, shift: int, out_dtype: torch.dtype,
+        gather: torch.Tensor | None = None, *, centred: bool = True, residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        h = network.gather_tokens(h, gather)
+        return network.launch_layer_norm(h, epsilon, gain, offset, shift, out_dtype, centred=centred, residual=residual)
+
+    def narrow(
+        self, h: torch.Tensor, multiplier: torch.Tensor, left: int, offset: torch.Tensor, out_dtype: torch.dtype,
         gather: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        if gather is not None:
-            h = network.gather_rows(h, gather.flatten()).view(len(h), gather.shape[0], gather.shape[1] * h.shape[2])
-        return network.launch_layer_norm(h, epsilon, gain, offset, shift, out_dtype)
+        return network.launch_narrow(network.gather_tokens(h, gather), multiplier, left, offset, out_dtype)
 
     mean = staticmethod(network.launch_mean)
     embed = staticmethod(network.launch_embedding)

@@ -43,7 +43,7 @@ _HEADERS = ("products.h",)
 _FUNCTIONS = {
     "attention": 1, "attention_at": 11, "quantize": 1, "bias": 3, "seen": 3, "float_attention": 7, "varlen_attention": 4,
     "linear": 1, "layer_norm": 1, "pack": 1, "packed_bytes": 1, "mean": 1, "patches": 1, "move_rows": 1, "gated": 1,
-    "rotary": 1, "run": 2,
+    "rotary": 1, "narrow": 1, "run": 2,
 }  # fmt: skip
 """Functions of the library, and how many addresses each takes."""
 # no contraction: a product that is rounded in the reference is rounded

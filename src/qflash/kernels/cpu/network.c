@@ -346,9 +346,11 @@ int qflash_linear(const linear *x) {
 typedef struct {
     const int16_t *h;             /* (rows, channels) */
     const int32_t *gain, *offset; /* (channels) */
+    const int16_t *residual;      /* (rows, channels) or NULL */
     void *out;                    /* (rows, channels) */
     int64_t rows, channels, epsilon, shift, bytes, threads;
     int64_t inverse, inverse_bits, root, root_shift; /* layers.row_constants */
+    int64_t centred;              /* 0 where the mean stays */
 } normalisation;
 
 /* layers.inverse_root */
@@ -359,13 +361,14 @@ INLINE int64_t inverse_root(int64_t v) {
     return x;
 }
 
-INLINE void normalise_row(const normalisation *x, const int64_t bytes, int64_t row) {
+INLINE void normalise_row(const normalisation *x, const int64_t bytes, const int residual, int64_t row) {
     const int64_t channels = x->channels;
     const int16_t *h = x->h + row * channels;
     int32_t total = 0;
     int64_t squares = 0;
     for (int64_t c = 0; c < channels; c++) total += h[c];
     for (int64_t c = 0; c < channels; c++) squares += h[c] * h[c];
+    if (!x->centred) total = 0;
     /* sum of (4 h - middle)^2 + E */
     const int64_t middle = multiply_round(total, x->inverse, (int)x->inverse_bits);
     const int64_t variance = 16 * squares - 8 * middle * total + channels * middle * middle + x->epsilon;
@@ -380,8 +383,10 @@ INLINE void normalise_row(const normalisation *x, const int64_t bytes, int64_t r
         const int64_t n = at_most(LANES, channels - c);
         const vector difference = load16(h + c, n) * (int32_t)channels - total;
         const vector wide = rounded_product(((difference << up) + half_unit) >> down, all_lanes(factor));
-        const vector y = rounded_product(wide << 4, load32(x->gain + c, n)) + load32(x->offset + c, n);
-        store(to + c * bytes, (y + rounding) >> shift, bytes, n);
+        vector y = rounded_product(wide << 4, load32(x->gain + c, n)) + load32(x->offset + c, n);
+        y = (y + rounding) >> shift;
+        if (residual) y += load16(x->residual + row * channels + c, n);
+        store(to + c * bytes, y, bytes, n);
     }
 }
 
@@ -390,9 +395,42 @@ int qflash_layer_norm(const normalisation *x) {
     {
         const share rows = share_of(x->rows);
         for (int64_t row = rows.begin; row < rows.end; row++) {
-            if (x->bytes == 1) normalise_row(x, 1, row);
-            else if (x->bytes == 2) normalise_row(x, 2, row);
-            else normalise_row(x, 4, row);
+            if (x->residual) normalise_row(x, 2, 1, row);
+            else if (x->bytes == 1) normalise_row(x, 1, 0, row);
+            else if (x->bytes == 2) normalise_row(x, 2, 0, row);
+            else normalise_row(x, 4, 0, row);
+        }
+    }
+    return 0;
+}
+
+/* --- a residual stream in int8 ---------------------------------------------------------------------------- */
+
+typedef struct {
+    const int16_t *h;                   /* (rows, channels) */
+    const int32_t *multiplier, *offset; /* (channels) */
+    void *out;                          /* (rows, channels) */
+    int64_t rows, channels, left, threads, bytes;
+} narrowing;
+
+INLINE void narrow_row(const narrowing *x, const int64_t bytes, int64_t row) {
+    const int64_t first = row * x->channels;
+    char *to = (char *)x->out + first * bytes;
+    for (int64_t c = 0; c < x->channels; c += LANES) {
+        const int64_t n = at_most(LANES, x->channels - c);
+        const vector sums = (load16(x->h + first + c, n) << (int)x->left) + load32(x->offset + c, n);
+        store(to + c * bytes, rounded_product(sums, load32(x->multiplier + c, n)), bytes, n);
+    }
+}
+
+int qflash_narrow(const narrowing *x) {
+#pragma omp parallel num_threads(threads_of(x->threads))
+    {
+        const share rows = share_of(x->rows);
+        for (int64_t row = rows.begin; row < rows.end; row++) {
+            if (x->bytes == 1) narrow_row(x, 1, row);
+            else if (x->bytes == 2) narrow_row(x, 2, row);
+            else narrow_row(x, 4, row);
         }
     }
     return 0;

@@ -17,7 +17,8 @@ LINEAR = launch.arguments_type(
 )
 _Gated = launch.arguments_type(("x", "multiplier", "offset", "out"), 6)
 _Rotary = launch.arguments_type(("x", "turns", "offset", "multiplier", "out"), 7)
-_LayerNorm = launch.arguments_type(("h", "gain", "offset", "out"), 10)
+_LayerNorm = launch.arguments_type(("h", "gain", "offset", "residual", "out"), 11)
+_Narrow = launch.arguments_type(("h", "multiplier", "offset", "out"), 5)
 _Mean = launch.arguments_type(("x", "multiplier", "offset", "out"), 7)
 _Patches = launch.arguments_type(("x", "out"), 7)
 _Rows = launch.arguments_type(("x", "index", "out"), 8)
@@ -67,6 +68,13 @@ def gather_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     if out.numel():
         _move(x, index.contiguous(), out, (x.stride(0), x.stride(1)), x.shape[2])
     return out
+
+
+def gather_tokens(h: torch.Tensor, gather: torch.Tensor | None) -> torch.Tensor:
+    """Run :func:`qflash.specification.layers.gather_tokens`; all tokens in their order for None."""
+    if gather is None:
+        return h
+    return gather_rows(h, gather.flatten()).view(len(h), gather.shape[0], gather.shape[1] * h.shape[2])
 
 
 def _number(activation: str) -> int:
@@ -136,19 +144,21 @@ def launch_embedding(
 
 
 def launch_layer_norm(
-    h: torch.Tensor, epsilon: int, gain: torch.Tensor, offset: torch.Tensor, shift: int, out_dtype: torch.dtype
-) -> torch.Tensor:
-    """Normalise rows; arguments are those of :func:`qflash.network.execution.integer_layer_norm`, which checks them."""
+    h: torch.Tensor, epsilon: int, gain: torch.Tensor, offset: torch.Tensor, shift: int, out_dtype: torch.dtype, *,
+    centred: bool, residual: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """Normalise rows; arguments are those of :func:`qflash.network.operators.norms.integer_norm`, which checks them."""
     out = torch.empty(h.shape, dtype=out_dtype, device="cpu")
     if out.numel() == 0:
         return out
     h, gain, offset = contiguous(h), gain.contiguous(), offset.contiguous()
+    residual = None if residual is None else contiguous(residual)
     channels = h.shape[-1]
     integers = (
         h.numel() // channels, channels, epsilon, shift, out.element_size(), launch.threads_for(8 * h.numel()),
-        *row_constants(channels),
+        *row_constants(channels), centred,
     )  # fmt: skip
-    launch.run_call("layer_norm", _LayerNorm, (h, gain, offset, out), integers)
+    launch.run_call("layer_norm", _LayerNorm, (h, gain, offset, residual, out), integers)
     return out
 
 
@@ -194,4 +204,17 @@ def launch_rotary(
     (heads, tokens, half), channels = turns.shape, x.shape[-1]
     integers = x.numel() // channels, tokens, channels, heads, half, out.element_size(), launch.threads_for(4 * x.numel())
     launch.run_call("rotary", _Rotary, tensors, integers)
+    return out
+
+
+def launch_narrow(
+    h: torch.Tensor, multiplier: torch.Tensor, left: int, offset: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """Bring rows to int8; arguments are those of :func:`qflash.network.operators.narrow.integer_narrow`, which checks them."""
+    out = torch.empty(h.shape, dtype=out_dtype, device="cpu")
+    if out.numel() == 0:
+        return out
+    channels = h.shape[-1]
+    integers = h.numel() // channels, channels, left, launch.threads_for(2 * h.numel()), out.element_size()
+    launch.run_call("narrow", _Narrow, (contiguous(h), multiplier.contiguous(), offset.contiguous(), out), integers)
     return out

@@ -22,13 +22,14 @@ int qflash_patches(const void *);
 int qflash_move_rows(const void *);
 int qflash_gated(const void *);
 int qflash_rotary(const void *);
+int qflash_narrow(const void *);
 int qflash_pack(const void *);
 int64_t qflash_packed_bytes(const void *);
 
 /* In the order of FUNCTIONS of network/c_export.py. */
 static int (*const functions[])(const void *) = {
     qflash_linear, qflash_layer_norm, qflash_attention, qflash_mean, qflash_patches, qflash_move_rows, qflash_gated,
-    qflash_rotary,
+    qflash_rotary, qflash_narrow,
 };
 enum { LINEAR, FUNCTIONS = sizeof functions / sizeof *functions };
 

@@ -229,7 +229,8 @@ def quantize_model(
             what counts is what it computes, which ``torch.export`` traces. It is not changed.
         calibration_batches: a list or another iterable of batches, which is gone through once. A batch is uint8 images (batch,
             channels, height, width), 0 to 255, or a tuple that begins with them, or a dictionary with them as its only such
-            tensor. 32 to 64 images are enough; they have to differ.
+            tensor. Of a text encoder: ids, int32 or int64 (batch, tokens), or a tokeniser's dictionary without padding.
+            32 to 64 images are enough; they have to differ.
         recipe: of attention (exponential, probabilities, row sum); scales are static whatever it says of granularity.
         method: how a channel's range is found: ``"minmax"``, ``"percentile"`` or ``"mse"``. Vision transformers have a few
             massive activations that carry the result: clipping them, as the last two do, mostly costs accuracy.

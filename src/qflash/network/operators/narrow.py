@@ -67,14 +67,15 @@ class Narrow(OwnForms):
     def write_onnx(self, graph: Any, inputs: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> Any:
         import numpy as np
 
-        from ..onnx_operators import _rescale, _saturated
-
         h = inputs[0]
         if self.gather is not None:
             h = graph.reshape(graph.take(h, self.gather), 0, self.gather.shape[0], self.offset.numel())
-        bound = np.full(self.offset.numel(), 1 << 15)
-        after = 128  # the zero point of an int8 tensor
-        return _saturated(graph, _rescale(graph, h, bound, self.left, self.offset, self.multiplier, after), self.dtype)
+        # ((h << left) + b) R + half is h (R << left) + (b R + half); 128 is the zero point of an int8 tensor
+        factor = self.multiplier.cpu().numpy().astype(np.int64)
+        wide, offset = factor << self.left, factor * self.offset.cpu().numpy() + (1 << 31)
+        most = int(((wide << 15) + np.abs(offset)).max())
+        out = graph.shift_right(graph.multiply(h, wide, np.int64), 32, most, offset, 128)
+        return graph.cast(graph.clip(out, 0, 255), np.uint8)
 
     def write_tosa(self, graph: Any, inputs: Sequence[Any], batch: int) -> Any:
         import numpy as np

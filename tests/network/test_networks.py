@@ -327,7 +327,6 @@ def put(path: str, part: Any) -> Any:
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
-        ("vit", put("blocks.0.norm1", timm.layers.RmsNorm(48)), r"rms_norm in blocks\.0\.norm1"),
         ("vit", put("blocks.0.attn.norm", torch.nn.LayerNorm(48)), r"blocks\.0\.attn\S* has no integer form"),
         ("vit", put("blocks.0.mlp", torch.nn.Identity()), r"blocks\.0\S* has no integer form"),
         ("vit", put("blocks.0.mlp", timm.layers.GluMlp(48, 96)), r"in blocks\.0\.mlp"),

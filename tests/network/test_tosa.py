@@ -148,6 +148,9 @@ def module_of(layer: Layer) -> tuple[Any, list[torch.Tensor]]:
 
 def check_layer(layer: Layer) -> None:
     """Compare a layer with the reference."""
+    if layer.name == "integer_narrow":
+        # the module's outputs are int8
+        layer = Layer(layer.name, (*layer.arguments[:-1], torch.int8))
     want = layer.run("reference")
     if not want.numel():
         return

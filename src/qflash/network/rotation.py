@@ -208,6 +208,8 @@ class _Stream:
     def _write(self, member: Operation) -> None:
         """Plan that an operation computes rotated channels."""
         _require(member.kind in ("linear", "add", "mean") and member.channels == self.members[0].channels)
+        # the mean of a normalisation is no stream
+        _require(member.kind != "mean" or member.inputs[0].source in self.members)
         users = self.users[id(member)]
         views = [user.inputs[place] for user, place in users]
         views += [output.view for output in self.captured.outputs if output.view.source is member]

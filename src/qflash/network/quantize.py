@@ -254,8 +254,8 @@ def quantize_model(
             channels, height, width), 0 to 255, or a tuple that begins with them, or a dictionary with them as its only such
             tensor (``pixel_values``). Images of PIL are taken, too, one or a list in the place of the tensor: a model of timm
             has them resized and cropped as its ``pretrained_cfg`` says, other models need them of one size
-            (:func:`qflash.image_transform`). Of a text encoder: ids, int32 or int64 (batch, tokens), or a tokeniser's dictionary
-            without padding. 32 to 64 images are enough; they have to differ.
+            (:func:`qflash.image_transform`). Of a text encoder: ids, int32 or int64 (batch, tokens), or a tokeniser's
+            dictionary without padding. 32 to 64 images are enough; they have to differ.
         recipe: of attention (exponential, probabilities, row sum); scales are static whatever it says of granularity.
         method: how a channel's range is found: ``"minmax"``, ``"percentile"`` or ``"mse"``. Vision transformers have a few
             massive activations that carry the result: clipping them, as the last two do, mostly costs accuracy.

@@ -7,9 +7,8 @@ network is quantised (:mod:`qflash.network.conversion`); from then on there is n
 A product of two numbers of 32 bits is always ``mul(a, b, n) = (a b + 2**(n - 1)) >> n``,
 :func:`.fixed_point.multiply_round`.
 
-Bounds, with K the inputs of a linear layer, C the channels of a normalisation, T the tokens of a pool:
-
-===============================  =========================  ============================================="""
+The bound of every quantity stands where it is computed, in a ``check``; :mod:`qflash_lab.verify.bounds` proves them.
+"""
 
 from __future__ import annotations
 

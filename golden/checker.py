@@ -515,12 +515,12 @@ def row_constants(C):
     return I, i, K, j
 
 
-def normalise(h, E):
-    """N: rows without their mean and deviation, with 20 fraction bits."""
+def normalise(h, E, centred=True):
+    """N: rows without their mean and deviation, or over their root mean square, with 20 fraction bits."""
     C = h.shape[-1]
     I, i, K, j = row_constants(C)
-    S = h.sum(axis=-1, keepdims=True)
-    m = mul(S, I, i)
+    S = h.sum(axis=-1, keepdims=True) if centred else 0
+    m = mul(S, I, i) if centred else 0
     e = 4 * h - m
     # V from sums of 32 bits, as the page has it
     p, q = e >> 9, e & 511
@@ -534,10 +534,16 @@ def normalise(h, E):
     return mul(mul(C * h - S, 1 << (l + 5), 5), f, 32)
 
 
-def layer_norm(h, E, G, B, n, bits):
-    """int16 rows (…, channels) to int8, int16 or int32."""
-    N = normalise(h.astype(np.int64), E)
-    return saturate(rs(mul(N, G, 28) + B, n), bits)
+def layer_norm(h, E, G, B, n, bits, centred=True, residual=None):
+    """int16 rows (…, channels) to int8, int16 or int32; a residual is added before saturation."""
+    N = normalise(h.astype(np.int64), E, centred)
+    out = rs(mul(N, G, 28) + B, n)
+    return saturate(out if residual is None else residual + out, bits)
+
+
+def narrow(h, b, R, left, bits):
+    """int16 rows (…, channels) in another unit for each channel."""
+    return saturate(rescale(h.astype(np.int64), left, b, R), bits)
 
 
 def linear(x, W, b, R, left, bits=None, residual=None):
@@ -665,15 +671,31 @@ class Network:
             h = np.concatenate([np.broadcast_to(prefix, (len(h), *prefix.shape)), h], axis=1)
         return h
 
-    def layer_norm(self, name, sizes, h):
-        if sizes["gather"]:
-            h = h[:, self.get(name, "gather")].reshape(len(h), sizes["gather"][0], -1)
+    def gathered(self, name, sizes, h):
+        return h[:, self.get(name, "gather")].reshape(len(h), sizes["gather"][0], -1) if sizes["gather"] else h
+
+    def narrow(self, name, sizes, h):
+        b, R = self.get(name, "offset"), self.get(name, "multiplier")
+        return narrow(self.gathered(name, sizes, h), b, R, self.parameters["constants"][name]["left"], 8)
+
+    def token_embedding(self, name, sizes, ids):
+        rows = self.words(name, "table_words", sizes["vocabulary"], sizes["channels"])[ids]
+        if not sizes["positions"]:
+            return rows
+        return saturate(rows + self.words(name, "position_words", sizes["positions"], sizes["channels"]), 16)
+
+    def rms_norm(self, name, sizes, h, residual=None):
+        return self.layer_norm(name, sizes, h, residual, centred=False)
+
+    def layer_norm(self, name, sizes, h, residual=None, centred=True):
+        h = self.gathered(name, sizes, h)
         if sizes["part"]:
             first, heads = sizes["part"]
             h = h[..., first : first + heads * sizes["channels"]].reshape(*h.shape[:2], heads, -1)
         constants = self.parameters["constants"][name]
         gain, offset = self.get(name, "gain"), self.get(name, "offset")
-        out = layer_norm(h, constants["epsilon"], gain, offset, constants["shift"], BITS[sizes["dtype"]])
+        bits = BITS[sizes["dtype"]]
+        out = layer_norm(h, constants["epsilon"], gain, offset, constants["shift"], bits, centred, residual)
         return out[:, 0] if sizes["single"] else out
 
     def mean(self, name, sizes, h):
@@ -750,6 +772,9 @@ NODES = {
     "Widen": Network.widen,
     "Tokens": Network.tokens,
     "Rotary": Network.rotary,
+    "RmsNorm": Network.rms_norm,
+    "Narrow": Network.narrow,
+    "TokenEmbedding": Network.token_embedding,
 }
 
 
@@ -867,6 +892,17 @@ def run_rotary(p, x):
     return {"output": rotary(x["x"], *cosines_and_sines(x["turns"]), b, R)}
 
 
+def run_norm(p, x):
+    G, B = x["gain"].astype(np.int64), x["offset"].astype(np.int64)
+    bits = BITS[p["output"]]
+    return {"output": layer_norm(x["h"], p["epsilon"], G, B, p["shift"], bits, p["centred"], x.get("residual"))}
+
+
+def run_narrow(p, x):
+    b, R = x["offset"].astype(np.int64), x["multiplier"].astype(np.int64)
+    return {"output": narrow(x["h"], b, R, p["left"], BITS[p["output"]])}
+
+
 def run_row_constants(p, x):
     found = np.array([row_constants(C) for C in x["C"].tolist()])
     return dict(zip(("I", "i", "K", "j"), found.T, strict=True))
@@ -917,6 +953,8 @@ OPERATIONS = {
     "layer_norm": run_layer_norm,
     "head_norm": run_head_norm,
     "rotary": run_rotary,
+    "norm": run_norm,
+    "narrow": run_narrow,
     "mean": run_mean,
     "patches": lambda p, x: {"output": cut_patches(x["images"], p["patch_size"])},
     "windows": run_windows,

@@ -201,6 +201,21 @@ def _layer_norm(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Te
     return {"output": out}
 
 
+def _norm(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tensors:
+    out = torch.ops.qflash.integer_norm(
+        inputs["h"], parameters["epsilon"], inputs["gain"], inputs["offset"], parameters["shift"], None,
+        inputs.get("residual"), parameters["centred"], DTYPES[parameters["output"]], backend,
+    )  # fmt: skip
+    return {"output": out}
+
+
+def _narrow(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tensors:
+    out = torch.ops.qflash.integer_narrow(
+        inputs["h"], inputs["multiplier"], parameters["left"], inputs["offset"], None, DTYPES[parameters["output"]], backend
+    )
+    return {"output": out}
+
+
 def fill(module: torch.nn.Module, inputs: Tensors, *names: str) -> None:
     """Copy inputs into a module's buffers of the same names."""
     for name in names:
@@ -221,7 +236,7 @@ def _head_norm(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Ten
     module = LayerNorm(inputs["gain"].numel(), parameters["output"], part=(first, heads))
     fill(module, inputs, "gain", "offset")
     module.epsilon, module.shift = parameters["epsilon"], parameters["shift"]
-    return {"output": module.to(inputs["h"].device)(inputs["h"], backend)}
+    return {"output": module.to(inputs["h"].device)(inputs["h"], backend=backend)}
 
 
 def _rotary(_parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tensors:
@@ -253,7 +268,7 @@ def _patch_merging(parameters: dict[str, Any], inputs: Tensors, backend: str) ->
     fill(reduction, inputs, "weight", "bias", "multiplier")
     norm.epsilon, norm.shift = parameters["epsilon"], parameters["norm_shift"]
     reduction.left = parameters["left"]
-    return {"output": reduction(norm(inputs["h"], backend), backend=backend)}
+    return {"output": reduction(norm(inputs["h"], backend=backend), backend=backend)}
 
 
 def _network(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tensors:
@@ -297,6 +312,8 @@ OPERATIONS: dict[str, Callable[[dict[str, Any], Tensors, str], Tensors]] = {
     "layer_norm": _layer_norm,
     "head_norm": _head_norm,
     "rotary": _rotary,
+    "norm": _norm,
+    "narrow": _narrow,
     "mean": _mean,
     "patches": _patches,
     "windows": _windows,
@@ -921,6 +938,40 @@ def rotary_cases() -> dict[str, Case]:
     return cases
 
 
+def norm_cases() -> dict[str, Case]:
+    """Return normalisations that leave the mean or add to a residual stream, and streams in other units."""
+    cases: dict[str, Case] = {}
+    kinds = (("int8", False, False), ("int16", False, False), ("int32", False, False), ("int16", False, True),
+             ("int16", True, True))  # fmt: skip
+    for channels in (1, 2, 16, 65, 150):
+        for output, centred, adds in kinds:
+            name = f"norm/{'layer' if centred else 'rms'}-{'residual' if adds else output}-{channels}"
+            made = layer_norm(name, channels, output, rows=7)
+            if adds:
+                made.inputs["residual"] = Draw(f"{name}/residual").integers(-32768, 32768, 7, channels, dtype=torch.int16)
+            cases[name] = Case("norm", made.parameters | {"centred": centred}, made.inputs)
+    for epsilon in (0, 1, 1 << 30, op.MAX_EPSILON - 1):
+        name = f"norm/rms-epsilon-{epsilon}"
+        made = layer_norm(name, 12, "int16", epsilon=epsilon)
+        cases[name] = Case("norm", made.parameters | {"centred": False}, made.inputs)
+    # the largest sum of squares
+    made = layer_norm("norm/rms-4096", op.MAX_CHANNELS, "int8", rows=5, epsilon=op.MAX_EPSILON - 1)
+    made.inputs["h"] = made.inputs["h"][1:4]
+    cases["norm/rms-4096"] = Case("norm", made.parameters | {"centred": False}, made.inputs)
+    for output, bits, left in (("int8", 24, 0), ("int8", 12, 14), ("int16", 31, 0), ("int32", 31, 14)):
+        name = f"narrow/{output}-{left}"
+        draw = Draw(name)
+        h = draw.integers(-32768, 32768, 6, 19, dtype=torch.int16)
+        h[0], h[1] = -32768, 32767
+        end = (1 << 31) - 1 - (1 << 15 << left)
+        multiplier = draw.integers(0, 1 << bits, 19).clamp(max=(1 << 31) - 1).to(torch.int32)
+        offset = draw.integers(-(1 << 15 << left), 1 << 15 << left, 19)
+        offset[:2], multiplier[2:4] = torch.tensor([end, -end]), torch.tensor([0, (1 << 31) - 1], dtype=torch.int32)
+        inputs = {"h": h, "multiplier": multiplier, "offset": offset.to(torch.int32)}
+        cases[name] = Case("narrow", {"left": left, "output": output}, inputs)
+    return cases
+
+
 def whole_networks(file: str, networks: Models) -> dict[str, Case]:
     """Return the quantised networks of a committed file, with an image each: small models of random weights.
 
@@ -967,6 +1018,12 @@ ROTARY_NETWORKS: Models = {
     "rotary-qk-norm": ("Eva", {"num_classes": 3, "qk_norm": True, "rope_type": "mixed"}),
 }
 """Those with rotary positions."""
+NORM_NETWORKS: Models = {
+    "vit-rms": ("RMS norms", {"num_classes": 4, "qk_norm": True}),
+    "swin-v2": ("SwinTransformerV2", {"num_classes": 5, "depths": (1, 1)}),
+    "text": ("text", {}),
+}
+"""The same, with other normalisations."""
 
 
 def _two_outputs(**options: Any) -> torch.nn.Module:
@@ -993,6 +1050,22 @@ def _two_outputs(**options: Any) -> torch.nn.Module:
             return {"stream": stream, "classes": self.head(torch.cat((pooled, tokens[:, 1:].mean(dim=1)), dim=-1))}
 
     return TwoOutputs()
+
+
+def _text_model() -> torch.nn.Module:
+    """Return an encoder of ids of tokens, with normalisations behind the sums."""
+
+    class Text(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.word, self.place = torch.nn.Embedding(30, 16), torch.nn.Parameter(torch.randn(12, 16))
+            self.norm = torch.nn.LayerNorm(16)
+            self.layer = torch.nn.TransformerEncoderLayer(16, 2, 32, 0.0, "gelu", batch_first=True)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.layer(self.norm(self.word(ids) + self.place))
+
+    return Text()
 
 
 def _tokens(**options: Any) -> torch.nn.Module:
@@ -1024,6 +1097,11 @@ def converted_networks(networks: Models) -> dict[str, Case]:
         "Eva": lambda **options: timm.models.eva.Eva(**{**_VIT, "use_rot_pos_emb": True, "head_init_scale": 1.0, **options}),
         "two outputs": lambda **options: _two_outputs(**{**_VIT, **options}),
         "tokens": lambda **options: _tokens(**{**_VIT, **options}),
+        "RMS norms": lambda **options: timm.models.vision_transformer.VisionTransformer(
+            **{**_VIT, "norm_layer": timm.layers.RmsNorm, **options}
+        ),
+        "text": _text_model,
+        "SwinTransformerV2": lambda **options: timm.models.swin_transformer_v2.SwinTransformerV2(**{**_SWIN, **options}),
     }
     cases = {}
     for name, (kind, options) in networks.items():
@@ -1038,6 +1116,8 @@ def converted_networks(networks: Models) -> dict[str, Case]:
         side = options.get("img_size", 16)
         coarse = torch.nn.functional.interpolate(draw.normal(24, 3, 4, 4), size=(side, side))
         images = (128 + 50 * (coarse + 0.5 * draw.normal(24, 3, side, side))).clamp(0, 255).to(torch.uint8)
+        if kind == "text":
+            images = draw.integers(0, 30, 24, 12, dtype=torch.int64)
         mean, std = (0.48, 0.45, 0.4), (0.22, 0.23, 0.25)
         network = qflash.quantize_model(model, [images], mean=mean, std=std, progress=False)
         header = storage.network_header(network)
@@ -1133,6 +1213,7 @@ def main() -> None:
             "networks": (network_cases(), NETWORKS),
             "activations": (activation_cases(), ACTIVATION_NETWORKS),
             "rotary": (rotary_cases(), ROTARY_NETWORKS),
+            "norms": (norm_cases(), NORM_NETWORKS),
         }
         for file, (cases, models) in layers.items():
             made[file] = cases | (converted_networks(models) if arguments.convert else whole_networks(file, models))

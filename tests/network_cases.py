@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import qflash
-from qflash.network import execution  # noqa: F401 - registers the operators
+from qflash.network import execution, operators  # noqa: F401 - register the operators
 from qflash.network.modules import Attention
 from qflash.network.operators import rotary as _rotary_operator  # noqa: F401 - registers the operator
 from qflash.specification import layers as op
@@ -68,6 +68,15 @@ class Layer:
             h, epsilon, gain, offset, shift, gather, dtype = self.arguments
             h = h if gather is None else op.gather_tokens(h, gather)
             op.layer_norm(h, epsilon, gain, offset, shift, dtype, CHECK)
+            return
+        if self.name == "integer_norm":
+            h, epsilon, gain, offset, shift, gather, residual, centred, dtype = self.arguments
+            h = h if gather is None else op.gather_tokens(h, gather)
+            op.layer_norm(h, epsilon, gain, offset, shift, dtype, CHECK, centred=centred, residual=residual)
+            return
+        if self.name == "integer_narrow":
+            h, multiplier, left, offset, gather, dtype = self.arguments
+            op.narrow(h if gather is None else op.gather_tokens(h, gather), multiplier, left, offset, dtype, CHECK)
             return
         if self.name == "patch_embedding":
             images, size, weight, bias, multiplier, left, *_ = self.arguments
@@ -302,9 +311,34 @@ def draw_rotary(number: int, half: int | None = None) -> Layer:
     return Layer("rotary", (x, turns, offset, multiplier, DTYPES[number % 7 % 3]))
 
 
-MOVING = (draw_joined_norm, draw_scattered_linear, draw_embedding, draw_mean, draw_gated, draw_rotary)
-"""Draws of layers that take tokens from other places, bring them there, average them, or know their place; and of gated
-products."""
+def draw_norm(number: int) -> Layer:
+    """Return a random normalisation without a mean, with a residual, or both; every other one takes tokens from elsewhere."""
+    chance = random.Random(number)
+    h, epsilon, *constants, gather, dtype = (draw_joined_norm if number % 2 else draw_layer_norm)(number).arguments
+    centred = number % 3 == 2
+    residual = None
+    if centred or number % 5 < 2:
+        dtype = torch.int16
+        shape = h.shape if gather is None else (h.shape[0], gather.shape[0], len(constants[0]))
+        residual = spread_out(integers(-32768, 32768, tuple(shape), torch.int16, chance), chance.choice(LAYOUTS))
+    epsilon = min(epsilon, op.MAX_EPSILON - (not centred))
+    return Layer("integer_norm", (h, epsilon, *constants, gather, residual, centred, dtype))
+
+
+def draw_narrow(number: int) -> Layer:
+    """Return a random residual stream to be brought to another unit; every other one takes tokens from elsewhere."""
+    chance = random.Random(number)
+    h, _, gain, _, _, gather, _ = (draw_joined_norm if number % 2 else draw_layer_norm)(number).arguments
+    left = chance.randint(0, 14)
+    # the offset doubles the shifted numbers at most
+    most = 1 << (15 + left)
+    offset = integers(-most, most, (len(gain),), torch.int32, chance)
+    multiplier = integers(0, 1 << chance.choice((31, 25 - left)), (len(gain),), torch.int32, chance)
+    return Layer("integer_narrow", (h, multiplier, left, offset, gather, DTYPES[number % 5 % 3]))
+
+
+MOVING = (draw_joined_norm, draw_scattered_linear, draw_embedding, draw_mean, draw_gated, draw_norm, draw_narrow, draw_rotary)
+"""Draws of layers that take tokens from other places, bring them there, or average them; and of some that do neither."""
 
 
 def edge_norms() -> list[Layer]:
@@ -319,6 +353,9 @@ def edge_norms() -> list[Layer]:
     def add(h: torch.Tensor, epsilon: int) -> None:
         gain, offset = torch.full(h.shape[1:], 1 << 29, dtype=torch.int32), torch.zeros(h.shape[1:], dtype=torch.int32)
         found.append(Layer("integer_layer_norm", (h, epsilon, gain, offset, 1, None, torch.int32)))
+        # the mean stays
+        epsilon = min(epsilon, op.MAX_EPSILON - 1)
+        found.append(Layer("integer_norm", (h, epsilon, gain, offset, 1, None, None, False, torch.int32)))
 
     for channels in (1, 2, 3, 16, 17, 32, 33, 64, 65, 4095, 4096):
         h = integers(-32768, 32768, (6, channels), torch.int16, chance)

@@ -42,6 +42,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "rotary and norms": ("eva", {"num_classes": 4, "qk_norm": True, "rope_rotate_half": True, "rope_type": "dinov3"}),
     "swin": ("swin", {"num_classes": 10}),
     "swin features": ("swin", {"num_classes": 0}),
+    "swin v2": ("swin v2", {"num_classes": 10}),
+    "root mean squares": ("vit", {"num_classes": 4, "norm_layer": timm.layers.RmsNorm, "qk_norm": True}),
 }
 
 
@@ -53,6 +55,8 @@ def build(family: str, **options: Any) -> Any:
     elif family == "eva":
         defaults = {"use_rot_pos_emb": True, "rope_temperature": 100.0, "head_init_scale": 1.0}
         model = timm.models.eva.Eva(**{**VIT, **defaults, **options})
+    elif family == "swin v2":
+        model = timm.models.swin_transformer_v2.SwinTransformerV2(**{**SWIN, **options})
     else:
         model = timm.models.swin_transformer.SwinTransformer(**{**SWIN, **options})
     channels = model.patch_embed.proj.in_channels

@@ -17,6 +17,7 @@ __all__ = [
     "compare",
     "coverage",
     "explain",
+    "export_c",
     "export_onnx",
     "export_tosa",
     "float_attention",
@@ -58,6 +59,7 @@ if TYPE_CHECKING or not _is_command():
     from .integrations.patching import patch, unpatch
     from .integrations.sdpa import sdpa
     from .integrations.transformers import register_attention
+    from .network.c_export import export_c
     from .network.compare import compare
     from .network.hugging_face import transformers_model
     from .network.onnx_export import export_onnx
@@ -76,11 +78,11 @@ else:
         from . import api, explanation, precompile
         from .integrations import calibrate, images, inspection, patching, sdpa
         from .integrations import transformers as names_of_attention
-        from .network import compare, hugging_face, onnx_export, storage, tosa_export
+        from .network import c_export, compare, hugging_face, onnx_export, storage, tosa_export
         from .network import quantize as network
         from .specification import quantization, recipe
 
-        networks = network, storage, onnx_export, tosa_export, compare, hugging_face
+        networks = network, storage, onnx_export, tosa_export, c_export, compare, hugging_face
         models = patching, calibrate, inspection, images, names_of_attention, sdpa
         homes = recipe, quantization, *models, *networks, precompile, explanation, api
         names = {name: x for home in homes for name, x in vars(home).items()}

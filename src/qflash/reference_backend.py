@@ -174,14 +174,28 @@ class Backend:
 
     def layer_norm(
         self, h: torch.Tensor, epsilon: int, gain: torch.Tensor, offset: torch.Tensor, shift: int, out_dtype: torch.dtype,
-        gather: torch.Tensor | None = None,
+        gather: torch.Tensor | None = None, *, centred: bool = True, residual: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Normalise rows, each of one token or of those that ``gather`` names; see :mod:`qflash.network.execution`."""
         h = h if gather is None else layers.gather_tokens(h, gather)
-        return self._layer_norm(h, epsilon, gain, offset, shift, out_dtype)
+        return self._layer_norm(h, epsilon, gain, offset, shift, out_dtype, centred=centred, residual=residual)
 
-    def _layer_norm(self, h: torch.Tensor, *constants: Any) -> torch.Tensor:
-        return layers.layer_norm(h, *constants)
+    def _layer_norm(self, h: torch.Tensor, *constants: Any, **more: Any) -> torch.Tensor:
+        return layers.layer_norm(h, *constants, **more)
+
+    def narrow(
+        self, h: torch.Tensor, multiplier: torch.Tensor, left: int, offset: torch.Tensor, out_dtype: torch.dtype,
+        gather: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Bring a residual stream, or tokens of it, to int8; see :mod:`qflash.network.operators.narrow`."""
+        return self._narrow(h if gather is None else layers.gather_tokens(h, gather), multiplier, left, offset, out_dtype)
+
+    def _narrow(self, h: torch.Tensor, *constants: Any) -> torch.Tensor:
+        return layers.narrow(h, *constants)
+
+    def embed_tokens(self, ids: torch.Tensor, table: torch.Tensor, position: torch.Tensor | None) -> torch.Tensor:
+        """Bring ids of tokens to the residual stream; see :mod:`qflash.network.operators.token_embedding`."""
+        return layers.embed_tokens(ids, table, position)
 
     def mean(
         self, x: torch.Tensor, multiplier: torch.Tensor, left: int, offset: torch.Tensor, out_dtype: torch.dtype

@@ -25,7 +25,7 @@ from qflash.specification.reference import ARITHMETIC_VERSION
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "golden"
 CHECKER = GOLDEN / "checker.py"
-FILES = ("attention", "floats", "networks", "activations", "rotary")
+FILES = ("attention", "floats", "networks", "activations", "rotary", "norms")
 
 pytestmark = pytest.mark.skipif(not CHECKER.is_file(), reason="only the repository has the golden vectors")
 
@@ -86,13 +86,14 @@ TRITON = {
     ),
     "activations": ("silu/40", "silu/tail", "relu/2000", "linear/silu-extreme", "gated/gelu-int16", "gated/silu-int8"),
     "rotary": ("rotary/all-heads", "rotary/each-head", "rotary/ends", "head-norm/int8"),
+    "norms": ("norm/rms-int8-65", "norm/rms-residual-16", "norm/layer-residual-150", "norm/rms-4096", "narrow/int8-14"),
 }  # fmt: skip
 """For the interpreter, where a case takes a tenth of a second to one: each of these computes something of its own."""
 
 
 TAKE_BACK_ENDS = (
     "quantize", "quantize_with_scale", "quantize_bias", "attention", "int8_attention", "linear", "linear_gelu",
-    "linear_silu", "linear_relu", "gated", "layer_norm", "head_norm", "rotary",
+    "linear_silu", "linear_relu", "gated", "layer_norm", "head_norm", "rotary", "norm", "narrow",
 )  # fmt: skip
 
 
@@ -122,6 +123,7 @@ def test_committed_files_are_those_of_the_script() -> None:
         "networks": (script.network_cases(), script.NETWORKS),
         "activations": (script.activation_cases(), script.ACTIVATION_NETWORKS),
         "rotary": (script.rotary_cases(), script.ROTARY_NETWORKS),
+        "norms": (script.norm_cases(), script.NORM_NETWORKS),
     }
     operators = set()
     for file, (cases, models) in layers.items():
@@ -131,7 +133,7 @@ def test_committed_files_are_those_of_the_script() -> None:
     assert operators == set(OPERATORS)
     operations = {case.operation for name in FILES for case in cases_of(name).values()}
     assert operations == set(script.OPERATIONS)
-    assert sum((GOLDEN / f"{name}.safetensors").stat().st_size for name in FILES) < 1_150_000
+    assert sum((GOLDEN / f"{name}.safetensors").stat().st_size for name in FILES) < 1_400_000
 
 
 def test_checker_agrees_and_needs_nothing_of_the_package() -> None:
@@ -243,6 +245,10 @@ MUTATIONS = [
     ("networks", "mul(C * h - S, 1 << (l + 5), 5)", "(((C * h - S) << (l + 5)) >> 5)"),
     ("networks", "mul(N, G, 28)", "((N * G) >> 28)"),
     ("networks", "59898", "59899"),
+    ("norms", "S = h.sum(axis=-1, keepdims=True) if centred else 0", "S = h.sum(axis=-1, keepdims=True)"),
+    ("norms", "m = mul(S, I, i) if centred else 0", "m = mul(h.sum(axis=-1, keepdims=True), I, i)"),
+    ("norms", "saturate(out if residual is None else residual + out, bits)", "saturate(out, bits)"),
+    ("norms", "rescale(h.astype(np.int64), left, b, R)", "rescale(h.astype(np.int64) + b, left, 0 * b, R)"),
     ("networks", "for column in (0, 1) for row in (0, 1)", "for row in (0, 1) for column in (0, 1)"),
 ]
 """A file, and a line of the checker with an error in it."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from qflash.network import execution  # noqa: F401 - registers the operators
+from qflash.network import execution, operators  # noqa: F401 - register the operators
 
 BACKENDS = ("reference", "cpu", "triton", "auto")
 
@@ -28,7 +28,16 @@ NORM: dict[str, Any] = {
     "out_dtype": torch.int8,
 }  # fmt: skip
 SILU = {name.replace("gelu", "silu"): x for name, x in GELU.items()}
-CALLS = {"int8_linear": LINEAR, "int8_linear_gelu": GELU, "int8_linear_silu": SILU, "integer_layer_norm": NORM}
+SUM = {name: x for name, x in NORM.items() if name != "out_dtype"} | {
+    "residual": None, "centred": False, "out_dtype": torch.int16,
+}  # fmt: skip
+NARROW = {name: NORM[name] for name in ("h",)} | {
+    "multiplier": ints(8), "left": 1, "offset": ints(8), "gather": None, "out_dtype": torch.int8,
+}  # fmt: skip
+CALLS = {
+    "int8_linear": LINEAR, "int8_linear_gelu": GELU, "int8_linear_silu": SILU, "integer_layer_norm": NORM, "integer_norm": SUM,
+    "integer_narrow": NARROW,
+}  # fmt: skip
 MEAN: dict[str, Any] = {
     "x": ints(2, 3, 8, dtype=torch.int16), "multiplier": ints(8), "left": 1, "offset": ints(8), "out_dtype": torch.int8,
 }  # fmt: skip
@@ -80,6 +89,16 @@ WRONG = [
     ("gated", "offset", ints(4, dtype=torch.int64), TypeError, "offset must be int32, got int64"),
     ("gated", "activation", "tanh", ValueError, "activation must be one of gelu, silu, relu, got 'tanh'"),
     ("gated", "out_dtype", torch.float32, TypeError, "out_dtype must be int8, int16 or int32, got float32"),
+    ("integer_norm", "h", ints(3, 8), TypeError, "h must be int16, got int32"),
+    ("integer_norm", "epsilon", 1 << 46, ValueError, "epsilon must be below 70368744177664 where the mean stays"),
+    ("integer_norm", "residual", ints(3, 8), TypeError, "residual must be int16, got int32"),
+    ("integer_norm", "residual", ints(3, 7, dtype=torch.int16), ValueError, r"residual must have the output's shape \(3, 8\)"),
+    ("integer_norm", "gain", ints(9), ValueError, r"gain must have shape \(8,\)"),
+    ("integer_narrow", "h", ints(3, 8), TypeError, "h must be int16, got int32"),
+    ("integer_narrow", "multiplier", ints(7), ValueError, r"multiplier must have shape \(8,\), got \(7,\)"),
+    ("integer_narrow", "left", 31, ValueError, "left must be 0 to 30, got 31"),
+    ("integer_narrow", "gather", ints(3, 1), ValueError, r"gather must be .new tokens, pieces.*\(3, 1\) for \(3, 8\)"),
+    ("integer_narrow", "out_dtype", torch.float32, TypeError, "out_dtype must be int8, int16 or int32, got float32"),
     ("integer_mean", "x", ints(2, 3, 8), TypeError, "x must be int16, got int32"),
     ("integer_mean", "x", ints(2, 0, 8, dtype=torch.int16), ValueError, "at least one token, got shape .2, 0, 8."),
     ("integer_mean", "multiplier", ints(7), ValueError, r"multiplier must have shape \(8,\), got \(7,\)"),
@@ -109,6 +128,9 @@ WRONG = [
         ("integer_layer_norm", {"h": TOKENS.short(), "gather": -ints(4, 1)}, "gather must hold numbers below the 3 tokens"),
         ("integer_layer_norm", {"h": TOKENS.short(), "gather": ints(4)}, "gather must be at least|gather must have at least"),
         ("integer_layer_norm", {"h": TOKENS.short(), "gather": ints(4, 2)}, r"gain must have shape \(16,\)"),
+        ("integer_norm", {"h": TOKENS.short(), "gather": ints(4, 1) * 3}, "gather must hold numbers below the 3 tokens"),
+        ("integer_narrow", {"h": TOKENS.short(), "gather": -ints(4, 1)}, "gather must hold numbers below the 3 tokens"),
+        ("integer_narrow", {"h": TOKENS.short(), "gather": ints(4, 2)}, r"multiplier must have shape \(16,\)"),
         ("integer_layer_norm", {"h": TOKENS.short(), "gather": ints(4, 600)}, "h must have 1 to 4096 channels of 600 tokens"),
     ],
 )
@@ -138,6 +160,9 @@ def test_a_residual_is_for_int16() -> None:
     arguments = LINEAR | {"residual": ints(3, 5, dtype=torch.int16), "out_dtype": torch.int8}
     with pytest.raises(TypeError, match="out_dtype must be int16 with a residual, got int8"):
         call("int8_linear", arguments, "auto")
+    arguments = SUM | {"residual": ints(3, 8, dtype=torch.int16), "out_dtype": torch.int8}
+    with pytest.raises(TypeError, match="out_dtype must be int16 with a residual, got int8"):
+        call("integer_norm", arguments, "auto")
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -19,6 +19,12 @@ MORE = {
     # operators of torch.ops.qflash have the parameters of their schemas
     "execution.py": {"int8_attention"},
     "varlen.py": {"varlen_attention"},
+    "network/operators/norms.py": {"integer_norm", "_check"},
+    # the constants of a normalisation, tokens that it takes, what it adds to, and whether the mean stays
+    "specification/layers.py": {"layer_norm"},
+    "reference_backend.py": {"layer_norm"},
+    "kernels/layers.py": {"launch_layer_norm"},
+    "kernels/triton/network.py": {"layer_norm_launch"},
     "network/execution.py": {"int8_linear", "patch_embedding", "_check_linear", "_check_embedding"},
     # a call is made of an operator's arguments, in their order
     "specification/attention_call.py": {"int8_call"},

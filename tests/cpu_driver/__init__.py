@@ -250,17 +250,36 @@ def _linear_spans(x: Sequence[int]) -> dict[str, int]:
     rows, inputs, outputs, _, item, _, _, input_bytes, _ = x
     constants = dict.fromkeys(("bias", "multiplier", "activation_multiplier", "activation_offset"), 4 * outputs)
     activations = {"x": input_bytes * rows * inputs, "residual": 2 * rows * outputs, "out": item * rows * outputs}
-    return {"weight": outputs * inputs, **constants, **activations}
+    # weights are packed in the call
+    return {"weight": outputs * inputs, **constants, **activations, "packed": 0}
 
 
 def _norm_spans(x: Sequence[int]) -> dict[str, int]:
     rows, channels, _, _, item, *_ = x
-    return {"h": 2 * rows * channels, "gain": 4 * channels, "offset": 4 * channels, "out": item * rows * channels}
+    activations = {"h": 2 * rows * channels, "residual": 2 * rows * channels, "out": item * rows * channels}
+    return activations | {"gain": 4 * channels, "offset": 4 * channels}
+
+
+def _narrow_spans(x: Sequence[int]) -> dict[str, int]:
+    rows, channels, _, _, item = x
+    constants = {"multiplier": 4 * channels, "offset": 4 * channels}
+    return constants | {"h": 2 * rows * channels, "out": item * rows * channels}
 
 
 def _gated_spans(x: Sequence[int]) -> dict[str, int]:
     rows, channels, _, _, item, _ = x
     return {"x": 4 * rows * channels, "multiplier": 4 * channels, "offset": 4 * channels, "out": item * rows * channels}
+
+
+def _mean_spans(x: Sequence[int]) -> dict[str, int]:
+    images, tokens, channels, image, token, _, item = x
+    last = (images - 1) * image + (tokens - 1) * token + channels
+    return {"x": 2 * last, "multiplier": 4 * channels, "offset": 4 * channels, "out": item * images * channels}
+
+
+def _patches_spans(x: Sequence[int]) -> dict[str, int]:
+    size = math.prod(x[:4])
+    return {"x": size, "out": size}
 
 
 def _rotary_spans(x: Sequence[int]) -> dict[str, int]:
@@ -280,7 +299,7 @@ class DriverLibrary:
 
     _ORDER = (
         "attention", "attention_at", "quantize", "bias", "float_attention", "linear", "layer_norm", "varlen_attention", "seen",
-        "gated", "rotary",
+        "gated", "mean", "patches", "move_rows", "rotary", "narrow",
     )  # fmt: skip
     """Functions by their numbers in ``driver.c``."""
 
@@ -415,8 +434,28 @@ class DriverLibrary:
     def _gated(self, argument: Any) -> int:
         return self._simple("gated", argument, _gated_spans, ("out",))
 
+    def _mean(self, argument: Any) -> int:
+        return self._simple("mean", argument, _mean_spans, ("out",))
+
+    def _patches(self, argument: Any) -> int:
+        return self._simple("patches", argument, _patches_spans, ("out",))
+
+    def _move_rows(self, argument: Any) -> int:
+        images, rows, size, x_image, x_row, out_image, out_row, _ = argument._obj.integers
+        index = argument._obj.index
+        last = max((ctypes.c_int32 * rows).from_address(index)) if index else rows - 1
+        # what lies between rows of the output stays
+        spans = {
+            "x": (images - 1) * x_image + last * x_row + size, "index": 4 * rows,
+            "out": (images - 1) * out_image + (rows - 1) * out_row + size,
+        }  # fmt: skip
+        return self._simple("move_rows", argument, lambda _: spans, ("out",))
+
     def _rotary(self, argument: Any) -> int:
         return self._simple("rotary", argument, _rotary_spans, ("out",))
+
+    def _narrow(self, argument: Any) -> int:
+        return self._simple("narrow", argument, _narrow_spans, ("out",))
 
     def _bias(self, x: int, out: int, sizes: Any) -> None:
         rows, keys, _ = sizes._obj

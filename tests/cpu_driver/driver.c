@@ -46,7 +46,11 @@ int qflash_float_attention(const void *, const void *, const void *, const void 
 int qflash_linear(const void *);
 int qflash_layer_norm(const void *);
 int qflash_gated(const void *);
+int qflash_mean(const void *);
+int qflash_patches(const void *);
+int qflash_move_rows(const void *);
 int qflash_rotary(const void *);
+int qflash_narrow(const void *);
 int qflash_varlen_attention(const void *, const void *, const void *, void *);
 
 typedef struct {
@@ -99,7 +103,11 @@ static int64_t call(int64_t function, void **a) {
     case 7: return qflash_varlen_attention(a[0], a[1], a[2], a[3]);
     case 8: qflash_seen(a[0], a[1], a[2]); return 0;
     case 9: return qflash_gated(a[0]);
-    case 10: return qflash_rotary(a[0]);
+    case 10: return qflash_mean(a[0]);
+    case 11: return qflash_patches(a[0]);
+    case 12: return qflash_move_rows(a[0]);
+    case 13: return qflash_rotary(a[0]);
+    case 14: return qflash_narrow(a[0]);
     }
     fail("no such function");
     return 0;

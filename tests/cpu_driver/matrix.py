@@ -27,7 +27,16 @@ from helpers import (
     move_far,
     same_bits,
 )
-from network_cases import draw_gated, draw_layer_norm, draw_linear, draw_rotary, extremes
+from network_cases import (
+    MOVING,
+    draw_gated,
+    draw_layer_norm,
+    draw_linear,
+    draw_narrow,
+    draw_norm,
+    draw_rotary,
+    extremes,
+)
 from qflash.execution import attend, quantize_with_scale
 from qflash.kernels.cpu import launch
 from qflash.specification import layers as operators
@@ -308,8 +317,18 @@ def _check_gated(number: int) -> None:
     assert same_bits(layer.run("cpu"), layer.run("reference"))
 
 
+def _check_moving(number: int) -> None:
+    layer = MOVING[number % len(MOVING)](number)
+    assert same_bits(layer.run("cpu"), layer.run("reference"))
+
+
 def _check_rotary(number: int) -> None:
     layer = draw_rotary(number)
+    assert same_bits(layer.run("cpu"), layer.run("reference"))
+
+
+def _check_norm(number: int) -> None:
+    layer = (draw_norm, draw_narrow)[number % 2](number // 2)
     assert same_bits(layer.run("cpu"), layer.run("reference"))
 
 
@@ -338,8 +357,10 @@ CHECKS: dict[str, tuple[Callable[[int], None], int]] = {
     "large linear layers": (_check_deep_linear, 15),
     "layer normalisation": (_check_layer_norm, 60),
     "gated products": (_check_gated, 60),
+    "rows, means and patches": (_check_moving, 60),
     "rotary positions": (_check_rotary, 60),
-    "layers at the ends of their ranges": (_check_extreme_layer, 320),
+    "norms without a mean, with a residual; narrowed streams": (_check_norm, 80),
+    "layers at the ends of their ranges": (_check_extreme_layer, 384),
 }
 """What is checked, and how many calls a full run makes of each."""
 

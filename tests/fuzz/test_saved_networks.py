@@ -123,8 +123,11 @@ def places_of(x: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path] * bool(path) + [place for key, each in inner for place in places_of(each, (*path, key))]
 
 
+_KINDS = ["class token", "mean then norm", "query and key norms", "SwiGLU", "rotary", "swin"]
+
+
 @examples(60)
-@given(data=st.data(), kind=st.sampled_from(["class token", "mean then norm", "query and key norms", "rotary", "swin"]))
+@given(data=st.data(), kind=st.sampled_from(_KINDS))
 def test_changed_headers(made: Callable[[str], tuple[Any, Any]], data: st.DataObject, kind: str) -> None:  # noqa: F811
     model, network = made(kind)
 
@@ -140,7 +143,7 @@ def test_changed_headers(made: Callable[[str], tuple[Any, Any]], data: st.DataOb
 
 
 @examples(30)
-@given(data=st.data(), kind=st.sampled_from(["class token", "mean then norm", "query and key norms", "rotary", "swin"]))
+@given(data=st.data(), kind=st.sampled_from(_KINDS))
 def test_changed_tensors(made: Callable[[str], tuple[Any, Any]], data: st.DataObject, kind: str) -> None:  # noqa: F811
     model, network = made(kind)
     before = {name: x.clone() for name, x in network.state_dict().items()}

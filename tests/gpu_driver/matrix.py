@@ -27,7 +27,7 @@ from qflash.kernels.dispatch import launch_attention
 from qflash.kernels.launch_recorder import LaunchRecorder
 from qflash.kernels.triton.swin_bias import launch_window_bias
 from qflash.network import execution as layers
-from qflash.network.operators import gated, rotary
+from qflash.network.operators import gated, narrow, norms, rotary
 from qflash.specification import reference
 from qflash.specification.attention_call import float_call, int8_call
 from qflash.specification.layers import ACTIVATIONS
@@ -37,6 +37,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 WITH_ACTIVATION = tuple(f"int8_linear_{name}" for name in ACTIVATIONS)
 LAYER_OPERATORS = ("int8_linear", *WITH_ACTIVATION, "integer_layer_norm", "integer_mean", "patch_embedding")
 """Of :mod:`qflash.network.execution`."""
+OWN_OPERATORS = {"integer_norm": norms, "integer_narrow": narrow}
 RECIPES = ("default", "accurate", "paper")
 DRAWN = dataclasses.replace(
     GPU, batches=(1, 1, 2, 3), key_heads=(1, 2), groups=(1, 1, 2), tokens=(1, 17, 49, 64, 127, 128, 197, 257, 300), work=150
@@ -435,6 +436,7 @@ def kernels_on_hopper(call: Call) -> list[str]:
     # PyTorch's dispatcher would make no call on tensors without memory
     operators = {name: getattr(execution, name) for name in ("attention", "int8_attention", "quantize", "quantize_centered")}
     operators |= {name: getattr(layers, name) for name in LAYER_OPERATORS}
+    operators |= {name: getattr(module, name) for name, module in OWN_OPERATORS.items()}
     operators |= {
         "gated": gated.gated,
         "rotary": rotary.rotary,

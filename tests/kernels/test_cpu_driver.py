@@ -19,7 +19,7 @@ import torch
 import cpu_driver
 import qflash
 from cpu_driver import DriverError, DriverLibrary, matrix
-from network_cases import draw_layer_norm, draw_linear
+from network_cases import draw_layer_norm, draw_linear, draw_narrow
 from qflash.kernels.cpu import launch, network
 
 
@@ -103,8 +103,9 @@ def test_a_write_behind_an_output_is_noticed(
 ) -> None:
     shorten(monkeypatch, "_norm_spans", "out")
     shorten(monkeypatch, "_linear_spans", "out")
+    shorten(monkeypatch, "_narrow_spans", "out")
     for library, said in ((sanitized, "heap-buffer-overflow"), (plain, "written outside of buffer")):
-        for draw in (draw_layer_norm, draw_linear):
+        for draw in (draw_layer_norm, draw_linear, draw_narrow):
             layer = next(layer for layer in map(draw, itertools.count()) if layer.run("reference").numel())
             with pytest.raises(DriverError, match=said), cpu_driver.kernels_in(library):
                 layer.run("cpu")
@@ -163,8 +164,9 @@ def test_a_write_between_arrays_of_a_workspace_is_noticed(tmp_path: pathlib.Path
 def test_undefined_behaviour_is_noticed(sanitized: DriverLibrary) -> None:
     """An epsilon that :func:`qflash.network.execution.integer_layer_norm` refuses."""
     h = torch.tensor([[5, 7, 9]], dtype=torch.int16)
+    constants = (1 << 63) - 1, h[0].int(), h[0].int(), 8, torch.int8
     with cpu_driver.kernels_in(sanitized), pytest.raises(DriverError, match="runtime error: signed integer overflow"):
-        network.launch_layer_norm(h, (1 << 63) - 1, h[0].int(), h[0].int(), 8, torch.int8)
+        network.launch_layer_norm(h, *constants, centred=True, residual=None)
 
 
 def test_recorded_calls_give_the_same_elsewhere(plain: DriverLibrary) -> None:

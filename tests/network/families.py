@@ -35,7 +35,7 @@ def published(name: str, **options: Any) -> nn.Module:
 
 
 def of_transformers(name: str, kind: str = "ForImageClassification", **options: Any) -> nn.Module:
-    config = getattr(transformers, f"{name}Config")(**(_SWIN if name == "Swin" else _TRANSFORMERS), **options)
+    config = getattr(transformers, f"{name}Config")(**(_SWIN if name.startswith("Swin") else _TRANSFORMERS), **options)
     return getattr(transformers, f"{name}{kind}")(config)
 
 
@@ -109,6 +109,36 @@ class ConstantQuery(nn.Module):
         return self.head(self.norm(x)[:, 0])
 
 
+def swin_v2() -> nn.Module:
+    return timm.models.swin_transformer_v2.SwinTransformerV2(**{**SWIN, "num_classes": 6})
+
+
+class NormsBehind(nn.Module):
+    """Normalises behind every sum, as the first transformers did: BERT's layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = vit()
+        layers = [nn.TransformerEncoderLayer(48, 2, 96, 0.0, "gelu", batch_first=True) for _ in range(2)]
+        self.model.norm_pre, self.model.norm, self.model.blocks = nn.LayerNorm(48), nn.Identity(), nn.Sequential(*layers)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.model(images)
+
+
+class SpelledOut(nn.Module):
+    """A normalisation by the root mean square as language models write it."""
+
+    def __init__(self, channels: int, **options: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * wide.to(x.dtype)
+
+
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "timm: class token": vit,
     "timm: registers": lambda: vit(reg_tokens=2, no_embed_class=True, init_values=0.2),
@@ -121,11 +151,38 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "timm: relative positions": lambda: published(
         "vit_relpos_small_patch16_224", depth=2, embed_dim=48, num_heads=2, patch_size=8
     ),
+    "timm: SwiGLU": lambda: vit(mlp_layer=timm.layers.SwiGLUPacked, act_layer="silu", init_values=0.2),
+    "timm: SwiGLU with a norm": lambda: vit(mlp_layer=timm.layers.SwiGLU, scale_mlp_norm=True),
     "timm: rotary": lambda: eva(num_reg_tokens=1, init_values=0.2),
     "timm: rotary of each head, class token": lambda: eva(rope_type="mixed", global_pool="token"),
     "timm: rotary and norms": lambda: eva(qk_norm=True, rope_rotate_half=True, rope_type="dinov3", class_token=False),
     "timm: a norm between attention and its projection": lambda: eva(scale_attn_inner=True, global_pool="token"),
     "timm: Swin": lambda: timm.models.swin_transformer.SwinTransformer(**{**SWIN, "num_classes": 6}),
+    "timm: Swin V2": swin_v2,
+    "timm: Swin V2, another": lambda: timm.models.swin_transformer_v2_cr.SwinTransformerV2Cr(
+        img_size=SIDE, patch_size=2, embed_dim=16, depths=(2, 1), num_heads=(1, 2), window_size=4, num_classes=6
+    ),
+    "timm: root mean squares": lambda: vit(norm_layer=timm.layers.RmsNorm, qk_norm=True),
+    "timm: norms before sums": lambda: vit(block_fn=timm.models.vision_transformer.ResPostBlock, init_values=0.5),
+    "timm: norms before sums, relative positions": lambda: published(
+        "vit_relpos_small_patch16_rpn_224", depth=2, embed_dim=48, num_heads=2, patch_size=8
+    ),
+    "timm: EVA, norms before sums": lambda: published(
+        "eva02_enormous_patch14_clip_224", depth=2, embed_dim=48, num_heads=2, patch_size=8
+    ),
+    "norms behind sums": NormsBehind,
+    "root mean squares, spelled out": lambda: vit(norm_layer=SpelledOut),
+    "transformers: Swin V2": lambda: of_transformers("Swinv2"),
+    "torchvision: Swin V2": lambda: torchvision.models.SwinTransformer(
+        [2, 2],
+        16,
+        [2, 1],
+        [1, 2],
+        [4, 4],
+        num_classes=6,
+        block=torchvision.models.swin_transformer.SwinTransformerBlockV2,
+        downsample_layer=torchvision.models.swin_transformer.PatchMergingV2,
+    ),
     "transformers: ViT": lambda: of_transformers("ViT"),
     "transformers: ViT, eager": lambda: of_transformers("ViT", attn_implementation="eager"),
     "transformers: ViT, tokens": lambda: Logits(of_transformers("ViT", "Model", add_pooling_layer=False), "last_hidden_state"),
@@ -133,10 +190,11 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "transformers: DeiT with teacher": lambda: of_transformers("DeiT", "ForImageClassificationWithTeacher"),
     "transformers: DINOv2": lambda: of_transformers("Dinov2"),
     "transformers: DINOv2 with registers": lambda: of_transformers("Dinov2WithRegisters"),
+    "transformers: DINOv2, SwiGLU": lambda: of_transformers("Dinov2", use_swiglu_ffn=True),
+    "transformers: CLIP": lambda: Logits(of_transformers("CLIPVision", "Model"), "pooler_output"),
     "transformers: BEiT": lambda: of_transformers("Beit", use_relative_position_bias=True),
     "transformers: BEiT, shared positions": lambda: of_transformers("Beit", use_shared_relative_position_bias=True),
     "transformers: SigLIP": lambda: Logits(of_transformers("SiglipVision", "Model"), "pooler_output"),
-    "transformers: CLIP": lambda: Logits(of_transformers("CLIPVision", "Model"), "pooler_output"),
     "transformers: DINOv3": lambda: Logits(of_transformers("DINOv3ViT", "Model"), "last_hidden_state"),
     "transformers: Swin": lambda: of_transformers("Swin"),
     "torchvision: ViT": lambda: torchvision.models.VisionTransformer(SIDE, 8, 2, 2, 32, 64, num_classes=6),

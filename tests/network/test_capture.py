@@ -184,17 +184,32 @@ def resnet() -> nn.Module:
     return pytest.importorskip("torchvision").models.resnet18()
 
 
+class RatioOfNorms(nn.Module):
+    """Divides by the norm of other rows."""
+
+    def __init__(self, channels: int, **options: Any) -> None:
+        super().__init__()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / (x + 1).norm(dim=-1, keepdim=True)
+
+
+class Bounded(nn.Module):
+    """Divides by a norm that many rows are smaller than."""
+
+    def __init__(self, channels: int, **options: Any) -> None:
+        super().__init__()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.normalize(x, dim=-1, eps=10.0)
+
+
 REFUSED = {
     "ResNet": (resnet, r"convolution with padding, dilation or groups in conv1"),
     "XCiT": (lambda: timm.create_model("xcit_nano_12_p8_224", img_size=SIDE), r"in patch_embed\.proj\.0"),
-    "Swin V2": (
-        lambda: timm.models.swin_transformer_v2.SwinTransformerV2(
-            img_size=SIDE, patch_size=2, embed_dim=16, depths=(1,), num_heads=(1,), window_size=4
-        ),
-        r"in layers\.0\.blocks\.0\.attn",
-    ),
-    "RMSNorm": (lambda: vit(norm_layer=timm.layers.RmsNorm), r"rms_norm in blocks\.0\.norm1"),
-    "post-norm": (lambda: vit(block_fn=timm.models.vision_transformer.ResPostBlock), r"blocks\.0\.attn has no integer form"),
+    "GLU": (lambda: vit(mlp_layer=timm.layers.GluMlp, act_layer="sigmoid"), r"sigmoid in blocks\.0\.mlp\.act"),
+    "norms of other rows": (lambda: vit(norm_layer=RatioOfNorms), r"product with norms of rows of another tensor"),
+    "rows bounded from below": (lambda: vit(norm_layer=Bounded), r"least number of norms of rows in blocks\.0\.norm1"),
     "images as output": (nn.PixelUnshuffle, "with parameters"),
 }
 

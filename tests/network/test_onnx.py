@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import qflash
-from network_cases import EXPORTED_RECIPES, attention_module
+from network_cases import EXPORTED_RECIPES, attention_module, draw_gated
 from qflash.network.graph import IntegerNetwork, Node
 from qflash.network.modules import (
+    DTYPES,
     Attention,
     LayerNorm,
     Linear,
@@ -29,6 +30,7 @@ from qflash.network.modules import (
     WideLinear,
 )
 from qflash.network.onnx_check import check_onnx
+from qflash.network.operators.gated import Gated
 from qflash.specification import layers as op
 from qflash.specification.reference import ARITHMETIC_VERSION
 from small_networks import KINDS, draw
@@ -202,6 +204,19 @@ def test_a_linear_layer_with_an_activation(bits: int, shift: int, kind: type[Lin
     x = torch.randint(-128, 128, (64, 32), dtype=torch.int8)
     got = run(lambda graph, value: onnx_operators.linear(graph, module, value), unsigned(x))
     assert torch.equal(got, unsigned(module(x, backend="reference")))
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 14, 17])
+def test_a_gated_product(number: int) -> None:
+    layer = draw_gated(number)
+    x, factor, multiplier, offset, activation, dtype = layer.arguments
+    module = Gated(len(multiplier), next(name for name, each in DTYPES.items() if each == dtype), activation)
+    module.gate_multiplier = factor
+    module.multiplier.copy_(multiplier)
+    module.offset.copy_(offset)
+    got = run(lambda graph, value: module.write_onnx(graph, [value], [x.shape]), x.to(torch.int32))
+    want = layer.run("reference")
+    assert torch.equal(got, unsigned(want) if dtype == torch.int8 else want.to(torch.int32))
 
 
 @pytest.mark.parametrize("channels", [1, 16, 384, 4096])

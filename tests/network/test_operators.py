@@ -95,6 +95,41 @@ def test_rows_are_normalised(channels: int, spread: int) -> None:
     assert float((variance - exact).abs().max()) < 1 / 64 + 2.0**-20
 
 
+@pytest.mark.parametrize(("channels", "spread"), [(1, 5), (3, 1000), (64, 2), (384, 1000), (768, 32767), (4096, 32767)])
+def test_rows_are_divided_by_their_root_mean_square(channels: int, spread: int) -> None:
+    torch.manual_seed(channels)
+    h = (torch.randn(30, channels) * spread + spread).round().clamp(-32768, 32767).to(torch.int16)
+    h[0], h[1], h[2] = 0, -32768, 32767
+    h[3] = 0
+    h[3, 0] = 32767
+    for epsilon in (0, 16 * channels // 100 + 1, op.MAX_EPSILON - 1):
+        got = op.normalise(h, epsilon, CHECK, centred=False).double() / 2**op.NORM_FRACTION_BITS
+        square = h.double().square().mean(dim=-1, keepdim=True) + epsilon / (16 * channels)
+        want = h.double() / square.sqrt().clamp(min=1e-9)
+        assert bool(((got - want).abs() <= want.abs() * 2.0**-23 + 2.0**-20).all())
+
+
+def test_a_residual_is_added_before_saturation() -> None:
+    torch.manual_seed(0)
+    h = torch.randint(-3000, 3000, (16, 48), dtype=torch.int16)
+    gain, offset = torch.full((48,), 1 << 30, dtype=torch.int32), torch.randint(-1000, 1000, (48,), dtype=torch.int32)
+    residual = torch.where(torch.rand(16, 48) < 0.5, 32000, -32000).to(torch.int16)
+    wide = op.layer_norm(h, 7, gain, offset, 10, torch.int32, CHECK)
+    for centred in (True, False):
+        wide = op.layer_norm(h, 7, gain, offset, 10, torch.int32, CHECK, centred=centred)
+        got = op.layer_norm(h, 7, gain, offset, 10, torch.int16, CHECK, centred=centred, residual=residual)
+        assert torch.equal(got.int(), (wide + residual).clamp(-32768, 32767)) and int(wide.abs().max()) > 2000
+
+
+def test_a_stream_is_narrowed() -> None:
+    h = torch.arange(-32768, 32768, 7, dtype=torch.int32).to(torch.int16)[:, None].expand(-1, 3)
+    multiplier = torch.tensor([1 << 24, 1 << 22, (1 << 31) - 1], dtype=torch.int32)
+    offset = torch.tensor([0, 12345, -(1 << 29)], dtype=torch.int32)
+    got = op.narrow(h, multiplier, 2, offset, check=CHECK)
+    want = ((h.double() * 4 + offset) * multiplier / 2.0**32 + 0.5).floor().clamp(-128, 127)
+    assert got.dtype == torch.int8 and torch.equal(got.double(), want)
+
+
 @pytest.mark.parametrize("channels", [*range(1, 18), 63, 64, 65, 384, 1023, 4095, 4096])
 def test_constants_of_rows_are_exact(channels: int) -> None:
     by = op.row_constants(channels)

@@ -20,19 +20,19 @@ MODULES = {
     "deit": {"depth": 1},
     "beit": {"depth": 1},
     "eva": {"depth": 1},
-    "swin_transformer_v2": {"depths": (1, 1, 1, 1)},
+    "swin_transformer_v2": {"depths": (1, 1), "embed_dim": 16, "num_heads": (1, 2)},
     "vision_transformer_sam": {},
 }
 """Modules of timm, and options that make their models small where they take them."""
 NAMED = r" has no integer form|torch\.export cannot trace the model: "
-TAKEN = {"vision_transformer", "swin_transformer", "deit", "beit", "vision_transformer_relpos", "eva"}
+TAKEN = {"vision_transformer", "swin_transformer", "deit", "beit", "vision_transformer_relpos", "swin_transformer_v2", "eva"}
 """Modules of which some names become integer networks."""
 
 
 def make(module: str, name: str) -> Any:
     """Return a small model in eval mode, or None where timm makes no small one."""
     options = dict(MODULES[module])
-    if module == "swin_transformer":
+    if module.startswith("swin_transformer"):
         options["img_size"] = 8 * int((re.search(r"window(\d+)", name) or ["", "7"])[1])
     elif module != "vision_transformer_hybrid":
         options["img_size"] = 2 * int((re.search(r"patch(\d+)", name) or ["", "16"])[1])

@@ -18,6 +18,9 @@ from network_cases import EXPORTED_RECIPES, Layer, attention_module
 from qflash.network.activations import NAMES
 from qflash.network.modules import DTYPES, LayerNorm, Linear, Mean, PatchEmbedding, WideLinear
 from qflash.network.operators import WITH_ACTIVATION
+from qflash.network.operators.gated import Gated
+from qflash.network.operators.narrow import Narrow
+from qflash.network.operators.norms import RmsNorm
 from small_networks import KINDS, draw
 
 FINEST = 4e-6
@@ -122,6 +125,21 @@ def module_of(layer: Layer) -> tuple[Any, list[torch.Tensor]]:
         fill(module, gain=gain, offset=offset, **({} if gather is None else {"gather": gather}))
         module.epsilon, module.shift = epsilon, shift
         return module, [h]
+    if layer.name == "gated":
+        x, factor, multiplier, offset, activation, _ = arguments
+        fill(gated := Gated(len(multiplier), name, activation), multiplier=multiplier, offset=offset).gate_multiplier = factor
+        return gated, [x]
+    if layer.name == "integer_norm":
+        h, epsilon, gain, offset, shift, gather, residual, centred, _ = arguments
+        module = (LayerNorm if centred else RmsNorm)(len(gain), name, None if gather is None else tuple(gather.shape))
+        fill(module, gain=gain, offset=offset, **({} if gather is None else {"gather": gather}))
+        module.epsilon, module.shift = epsilon, shift
+        return module, [h] if residual is None else [h, residual]
+    if layer.name == "integer_narrow":
+        h, multiplier, left, offset, gather, _ = arguments
+        module = Narrow(len(offset), None if gather is None else tuple(gather.shape))
+        fill(module, multiplier=multiplier, offset=offset, **({} if gather is None else {"gather": gather})).left = left
+        return module, [h]
     assert layer.name == "integer_mean"
     x, multiplier, left, offset, _ = arguments
     fill(module := Mean(x.shape[1], x.shape[2], name), multiplier=multiplier, offset=offset).left = left
@@ -130,6 +148,9 @@ def module_of(layer: Layer) -> tuple[Any, list[torch.Tensor]]:
 
 def check_layer(layer: Layer) -> None:
     """Compare a layer with the reference."""
+    if layer.name == "integer_narrow":
+        # the module's outputs are int8
+        layer = Layer(layer.name, (*layer.arguments[:-1], torch.int8))
     want = layer.run("reference")
     if not want.numel():
         return

@@ -74,6 +74,7 @@ class GpuBackend(KernelBackend):
         return layers.launch_linear(x, layer, out_dtype, residual, activation, scatter)
 
     layer_norm = staticmethod(layers.launch_layer_norm)
+    narrow = staticmethod(layers.launch_narrow)
     mean = staticmethod(layers.launch_mean)
     embed = staticmethod(layers.launch_embedding)
     gated = staticmethod(layers.launch_gated)

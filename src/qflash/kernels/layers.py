@@ -85,14 +85,33 @@ def launch_layer_norm(
     shift: int,
     out_dtype: torch.dtype,
     gather: torch.Tensor | None = None,
+    *,
+    centred: bool = True,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Normalise rows; arguments are those of :func:`qflash.network.execution.integer_layer_norm`, which checks them."""
+    """Normalise rows; arguments are those of :func:`qflash.network.operators.norms.integer_norm`, which checks them."""
     channels = len(gain)
     shape = h.shape if gather is None else (h.shape[0], gather.shape[0], channels)
     out = torch.empty(shape, dtype=out_dtype, device=h.device)
     if out.numel():
         portable.layer_norm_launch(
             h.contiguous(), epsilon, gain.contiguous(), offset.contiguous(), shift, out.view(-1, channels),
+            None if gather is None else gather.contiguous(), centred=centred,
+            residual=None if residual is None else residual.contiguous(),
+        ).run()  # fmt: skip
+    return out
+
+
+def launch_narrow(
+    h: torch.Tensor, multiplier: torch.Tensor, left: int, offset: torch.Tensor, out_dtype: torch.dtype,
+    gather: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Bring rows to int8; arguments are those of :func:`qflash.network.operators.narrow.integer_narrow`, which checks them."""
+    shape = h.shape if gather is None else (h.shape[0], gather.shape[0], len(offset))
+    out = torch.empty(shape, dtype=out_dtype, device=h.device)
+    if out.numel():
+        portable.narrow_launch(
+            h.contiguous(), multiplier.contiguous(), left, offset.contiguous(), out,
             None if gather is None else gather.contiguous(),
         ).run()  # fmt: skip
     return out

@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .graph import IntegerNetwork, check_integer
+from .inputs import input_dtype, input_shape
 
 OPERAND_BITS = 8
 """Of weights and activations of an integer network, and of query, key and value."""
@@ -99,6 +100,6 @@ def bit_operations(network: IntegerNetwork) -> BitOperations:
     check_integer(network)
     twin = copy.deepcopy(network).to("meta")
     with _Products() as products:
-        twin(torch.empty((1, *twin.image), dtype=torch.uint8, device="meta"))
+        twin(torch.empty((1, *input_shape(twin.image)), dtype=input_dtype(twin.image), device="meta"))
     wide = twin.recipe.probability_bits > OPERAND_BITS
     return BitOperations(products.linear, products.scores, products.values, (1 + wide) * OPERAND_BITS)

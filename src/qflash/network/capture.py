@@ -25,6 +25,7 @@ from ..torch_internals import tracing_alone
 from .matrix import Matrix
 from .operators.tokens import arrange
 from .outputs import WRAPPED, OutputsOf, Selected, copy_of, select_outputs
+from .spelled_norms import RowSize, Squares
 
 BATCH = 2
 """Images that are traced: enough to see that each is treated alike."""
@@ -44,10 +45,11 @@ class Operation:
     """One computing operation of the float network.
 
     Attributes:
-        kind: ``"images"``, ``"linear"``, ``"norm"``, an activation of :data:`.layers.ACTIVATIONS`, ``"attention"``, ``"add"``,
-            ``"mean"``, ``"product"`` of an activation and a tensor, ``"join"``, which puts channels side by side,
-            ``"rotary"``, the sum of two views of one operation whose rows are the same and whose channels are not, or
-            ``"unrotate"``, which takes an output out of a rotated stream (:mod:`.rotation`).
+        kind: ``"images"`` (or ids of tokens), ``"embedding"`` of ids, ``"linear"``, ``"norm"``, an activation of
+            :data:`.layers.ACTIVATIONS`, ``"attention"``, ``"add"``, ``"mean"``, ``"product"`` of an activation and a tensor,
+            ``"join"``, which puts channels side by side, ``"rotary"``, the sum of two views of one operation whose rows are the
+            same and whose channels are not, or ``"unrotate"``, which takes an output out of a rotated stream
+            (:mod:`.rotation`).
         inputs: what it takes. A linear layer and a normalisation take rows x channels; attention takes query, key and value,
             (batch, heads, tokens, channels); a mean takes (images, tokens, channels); a product takes the
             activation first.
@@ -56,15 +58,18 @@ class Operation:
         rows, channels: of its output.
         name: of the submodule that computes it.
         matrix: weights of a linear layer, or of what rotates back.
-        weight: of a normalisation, float64 (channels,), or None.
+        weight: of a normalisation, float64 (channels,), or None; of an embedding, (vocabulary, channels).
         bias: of both, float64, or None.
         epsilon: of a normalisation.
+        centred: of a normalisation: whether the mean is taken out of rows.
         scale: of attention, the factor of the scores.
+        head_scale: of attention, float64 (heads,): a factor of the scores of each head beside it, or None.
         mask: of attention, what is added to the scores, float64 (windows of an image or 1, heads or 1, queries, keys), or None.
         is_causal: of attention.
         query: of attention whose query is a constant, float64 (heads, queries, channels).
         approximate: of GELU, as :func:`torch.nn.functional.gelu` has it.
         slope: of SiLU, which is ``x sigmoid(slope x)``.
+        apart: of a linear layer that is two, one on another, the second alone; else None.
     """
 
     kind: str
@@ -78,12 +83,15 @@ class Operation:
     weight: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     epsilon: float = 0.0
+    centred: bool = True
     scale: float = 1.0
+    head_scale: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     is_causal: bool = False
     query: torch.Tensor | None = None
     approximate: str = "none"
     slope: float = 1.0
+    apart: Product | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -183,6 +191,7 @@ class Scores:
         factor: a number.
         term: float64 that broadcasts to the shape, or None.
         weights: whether softmax has been taken.
+        head_scale: float64 (heads,), which the product is multiplied by, too, or None.
     """
 
     query: View
@@ -191,6 +200,7 @@ class Scores:
     factor: float = 1.0
     term: torch.Tensor | None = None
     weights: bool = False
+    head_scale: torch.Tensor | None = None
 
     def reshaped(self, shape: Sequence[int]) -> Scores:
         """Return the same elements in another shape."""
@@ -343,7 +353,7 @@ _OF_SHAPE = {aten.new_zeros, aten.new_ones, aten.new_full, aten.zeros_like, aten
 def _has_view(x: Any) -> bool:
     if isinstance(x, (list, tuple)):
         return any(_has_view(each) for each in x)
-    return isinstance(x, (View, Scores, Sigmoid))
+    return isinstance(x, (View, Scores, Sigmoid, Squares, RowSize))
 
 
 def _shape_of(x: Any) -> tuple[int, ...]:
@@ -400,6 +410,10 @@ class _Tracer(fx.Interpreter):
             aten.adaptive_avg_pool1d: self.pool_all, aten.adaptive_avg_pool2d: self.pool_all,
             aten.masked_fill: self.masked_fill, aten.baddbmm: self.baddbmm, aten.stack: self.stack, aten.silu: self.silu,
             aten.silu_: self.silu, aten.relu: self.relu, aten.relu_: self.relu, aten.sigmoid: self.sigmoid,
+            aten.embedding: self.embedding, aten.rms_norm: self.rms_norm, aten.linalg_vector_norm: self.vector_norm,
+            aten.clamp_min: self.clamp_min,
+            aten.pow: self.power, aten.square: lambda x: self.power(x, 2), aten.sqrt: lambda x: self.power(x, 0.5),
+            aten.rsqrt: lambda x: self.power(x, -0.5), aten.reciprocal: lambda x: self.power(x, -1), aten.sum: self.row_sum,
         }  # fmt: skip
 
     # --- the machine -----------------------------------------------------------------------------------------
@@ -496,6 +510,8 @@ class _Tracer(fx.Interpreter):
     # --- rearrangements ---------------------------------------------------------------------------------------
 
     def move(self, target: Any, in_order: bool, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(x, RowSize) and target.overloadpacket in (aten.expand, aten.expand_as):
+            return x
         if not isinstance(x, (View, Scores)) or _has_view(args):
             raise self.refusal(f"{target} that depends on what is computed")
         if isinstance(x, Scores):
@@ -549,6 +565,8 @@ class _Tracer(fx.Interpreter):
             a, b = b, a
             if alpha != 1:
                 raise self.refusal("add with alpha")
+        if isinstance(a, RowSize):
+            return self.row_size(None if _has_view(b) or wide(b).numel() != 1 else a.plus(float(wide(b)) * alpha), "sum")
         if not _has_view(b):
             return a.plus(wide(b) * alpha)
         if isinstance(a, Scores) or isinstance(b, Scores) or alpha != 1:
@@ -564,7 +582,7 @@ class _Tracer(fx.Interpreter):
     def sub(self, a: Any, b: Any, *, alpha: Any = 1) -> Any:
         if isinstance(a, View) and isinstance(b, View) and alpha == 1 and a.source is b.source:
             return self.add(a, b.scaled(wide(-1.0)))
-        if _has_view(b):
+        if _has_view(b) or not isinstance(a, (View, Scores)):
             raise self.refusal("difference")
         return a.plus(-wide(b) * alpha)
 
@@ -573,6 +591,12 @@ class _Tracer(fx.Interpreter):
             if isinstance(x, View) and isinstance(other, Sigmoid) and (slope := other.slope(x)) is not None:
                 return self.made("silu", (x,), self.seen(place), x.shape, slope=slope)
         self.refuse_sigmoid(a, b)
+        if isinstance(a, RowSize):
+            a, b = b, a
+        if isinstance(b, RowSize):
+            return self.normalised(a, b, times=True)
+        if isinstance(a, View) and a is b:
+            return self.power(a, 2)
         if _has_view(a) and _has_view(b):
             for place, (gate, value) in enumerate(((a, b), (b, a))):
                 if isinstance(gate, View) and isinstance(value, View) and gate.source.kind in ACTIVATIONS:
@@ -584,14 +608,21 @@ class _Tracer(fx.Interpreter):
             a, b = b, a
         if isinstance(a, Scores):
             number = wide(b)
-            if number.numel() != 1 or a.weights:
+            term = None if a.term is None else a.term * number
+            if number.numel() == 1 and not a.weights:
+                return dataclasses.replace(a, factor=a.factor * float(number), term=term)
+            heads = a.shape[-3] if len(a.shape) == 4 else 0
+            if a.weights or tuple(number.shape[-3:]) != (heads, 1, 1) or number.numel() != heads:
                 raise self.refusal("product of scores with a tensor")
-            return dataclasses.replace(
-                a, factor=a.factor * float(number), term=None if a.term is None else a.term * float(number)
-            )
-        return a.scaled(wide(b))
+            own = number.flatten()
+            return dataclasses.replace(a, head_scale=own if a.head_scale is None else a.head_scale * own, term=term)
+        if isinstance(a, Squares):
+            raise self.refusal("product of squares")
+        return self.scaled_norm(a, wide(b)) or a.scaled(wide(b))
 
     def div(self, a: Any, b: Any, *, rounding_mode: Any = None) -> Any:
+        if isinstance(b, RowSize) and rounding_mode is None:
+            return self.normalised(a, b, times=False)
         if _has_view(b) or rounding_mode is not None:
             raise self.refusal("division")
         return self.mul(a, 1 / wide(b))
@@ -620,13 +651,20 @@ class _Tracer(fx.Interpreter):
 
     def product(self, layer: Product) -> View:
         """Add a linear layer. One on another is one with the product of their weights, as a low-rank update of weights is."""
+        alone = layer
         if (first := _product_of(layer.view)) is not None:
             bias = layer.bias
             if first.bias is not None:
                 bias = layer.matrix.make() @ first.bias + (0 if bias is None else bias)
             layer = Product(first.view, first.seen, layer.matrix.times(first.matrix), bias)
         shape = *layer.view.shape[:-1], layer.matrix.shape[0]
-        return self.made("linear", (layer.view,), layer.seen, shape, matrix=layer.matrix, bias=layer.bias)
+        out = self.made("linear", (layer.view,), layer.seen, shape, matrix=layer.matrix, bias=layer.bias)
+        if alone is not layer:
+            if (order := _image_order(layer.view)) is not None:
+                moved = alone.view.moved(lambda y: y.reshape(-1, y.shape[-1])[order])
+                alone = dataclasses.replace(alone, view=moved)
+            self.operations[-1].apart = alone
+        return out
 
     def addmm(self, bias: Any, x: Any, weight: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
         if not isinstance(x, View) or _has_view(weight) or _has_view(bias) or (beta, alpha) != (1, 1):
@@ -665,7 +703,7 @@ class _Tracer(fx.Interpreter):
             return Scores(_with_heads(query), _with_heads(key), (*query.shape[:-1], b.shape[-1]))
         if isinstance(a, Scores) and a.weights and isinstance(b, View):
             value = _with_heads(b)
-            out = self.attend(a.query, a.key, value, a.factor, a.term, a.shape, False)
+            out = self.attend(a.query, a.key, value, a.factor, a.term, a.shape, False, a.head_scale)
             return out.moved(lambda y: y.reshape(*a.shape[:-1], b.shape[-1]))
         raise self.refusal("matrix product")
 
@@ -710,7 +748,7 @@ class _Tracer(fx.Interpreter):
 
     def attend(
         self, query: View, key: View, value: View, factor: float, term: torch.Tensor | None, shape: tuple[int, ...],
-        is_causal: bool,
+        is_causal: bool, head_scale: torch.Tensor | None = None,
     ) -> View:  # fmt: skip
         """Add attention and return its output, in the shape of the query."""
         before = (*query.shape[:-1], value.shape[-1])
@@ -742,10 +780,17 @@ class _Tracer(fx.Interpreter):
         out = self.made(
             "attention", [dataclasses.replace(x, factor=None) for x in (query, key, value)], (),
             (batch, queries, heads * width), scale=factor, mask=term, is_causal=is_causal, query=constant,
+            head_scale=head_scale,
         )  # fmt: skip
         return out.moved(lambda y: y.view(batch, queries, heads, width).transpose(1, 2).reshape(before))
 
     # --- rows -------------------------------------------------------------------------------------------------
+
+    def embedding(self, weight: Any, ids: Any, *rest: Any) -> Any:
+        plain = isinstance(ids, View) and ids.source.kind == "images" and ids.index is None
+        if not plain or ids.factor is not None or ids.term is not None or _has_view(weight):
+            raise self.refusal("embedding of what are not the model's ids of tokens")
+        return self.made("embedding", (ids,), self.seen(1), (*ids.shape, weight.shape[1]), weight=wide(weight))
 
     def layer_norm(self, x: Any, shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
         if not isinstance(x, View) or len(shape) != 1:
@@ -755,7 +800,70 @@ class _Tracer(fx.Interpreter):
             bias=None if bias is None else wide(bias), epsilon=float(eps),
         )  # fmt: skip
 
+    def rms_norm(self, x: Any, shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
+        if not isinstance(x, View) or len(shape) != 1 or _has_view(weight):
+            raise self.refusal("RMS normalisation over several dimensions")
+        epsilon = torch.finfo(self.node.meta["val"].dtype).eps if eps is None else float(eps)
+        weight = None if weight is None else wide(weight)
+        return self.made("norm", (x,), self.seen(0), x.shape, weight=weight, epsilon=epsilon, centred=False)
+
+    def row_size(self, made: RowSize | None, what: str) -> RowSize:
+        """Return a number of each row, or refuse what is none."""
+        if made is None:
+            raise self.refusal(f"{what} of norms of rows")
+        return made
+
+    def power(self, x: Any, exponent: Any) -> Any:
+        node = self.node.args[0]
+        if isinstance(x, View) and exponent == 2 and isinstance(node, fx.Node):
+            return Squares(x, node)
+        if not isinstance(x, RowSize) or _has_view(exponent):
+            raise self.refusal(f"power {exponent}")
+        return x.power(float(exponent))
+
+    def row_sum(self, x: Any, dims: Any = None, keepdim: bool = False, **more: Any) -> Any:
+        last = len(x.shape) - 1
+        given = None if dims is None else [d % len(x.shape) for d in ([dims] if isinstance(dims, int) else dims)]
+        if not isinstance(x, Squares) or given != [last] or not keepdim:
+            raise self.refusal("sum over a dimension")
+        return RowSize(x, 1.0)
+
+    def vector_norm(self, x: Any, order: Any = 2, dims: Any = None, keepdim: bool = False, **more: Any) -> Any:
+        if not isinstance(x, View) or order != 2:
+            raise self.refusal(f"norm of order {order}")
+        return self.row_sum(self.power(x, 2), dims, keepdim).power(0.5)
+
+    def clamp_min(self, x: Any, least: Any) -> Any:
+        number = None if _has_view(least) or not isinstance(x, RowSize) else x.at_least(float(least))
+        return self.row_size(number, "least number")
+
+    def normalised(self, x: Any, size: RowSize, *, times: bool) -> Any:
+        """Return a tensor over the norm of its own rows: a normalisation that leaves the mean."""
+        if not isinstance(x, View) or not size.normalises(x, times=times):
+            raise self.refusal("product with norms of rows of another tensor")
+        # x / sqrt(scale * sum + epsilon) in terms of the mean of the squares
+        per_mean = size.scale * x.shape[-1]
+        weight = None if per_mean == 1 else wide([per_mean**-0.5]).expand(x.shape[-1])
+        return self.made(
+            "norm", (x,), [size.squares.seen], x.shape, weight=weight, epsilon=size.epsilon / per_mean, centred=False
+        )
+
+    def scaled_norm(self, x: View, factor: torch.Tensor) -> View | None:
+        """Return a normalisation that leaves the mean with its weight, or None where that is none."""
+        norm, width = x.source, x.shape[-1]
+        if norm.kind != "norm" or norm.centred or norm.channels != width or (x.factor is not None) or (x.term is not None):
+            return None
+        if factor.numel() != width or factor.shape[-1:] != (width,) or norm.bias is not None:
+            return None
+        if x.index is not None and not bool((x.index % width == counted(width)).all()):
+            return None
+        weight = factor.flatten() if norm.weight is None else norm.weight * factor.flatten()
+        self.operations.append(dataclasses.replace(norm, weight=weight, node=self.node))
+        return dataclasses.replace(x, source=self.operations[-1])
+
     def mean(self, x: Any, dims: Any = None, keepdim: bool = False, **more: Any) -> Any:
+        if isinstance(x, Squares):
+            return dataclasses.replace(self.row_sum(x, dims, keepdim), scale=1 / x.shape[-1])
         if not isinstance(x, View) or dims is None:
             raise self.refusal("mean of everything")
         dims = sorted(d % len(x.shape) for d in ([dims] if isinstance(dims, int) else dims))
@@ -889,16 +997,31 @@ class Captured:
         return {output.name: output.of(output.view.evaluate(computed[id(output.view.source)])) for output in self.outputs}
 
 
+def rms_norm(
+    x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:  # fmt: skip
+    """Divide rows by their root mean square; arguments are those of ``layer_norm``, of which ``shape`` has one number."""
+    out = x / (x.square().mean(dim=-1, keepdim=True) + eps).sqrt()
+    out = out if weight is None else out * weight
+    return out if bias is None else out + bias
+
+
 def _compute(operation: Operation, inputs: list[torch.Tensor], images: torch.Tensor) -> torch.Tensor:
     """Return an operation's output."""
-    weight, bias = (None if x is None else x.to(images) for x in (operation.weight, operation.bias))
     if operation.kind == "images":
         return images
+    if operation.kind == "embedding":
+        assert operation.weight is not None
+        return nn.functional.embedding(inputs[0], operation.weight.to(images.device, torch.float32))
+    images = inputs[0]  # for the type and the device
+    weight, bias = (None if x is None else x.to(images) for x in (operation.weight, operation.bias))
     if operation.kind in ("linear", "unrotate"):
         assert operation.matrix is not None
         return nn.functional.linear(inputs[0], operation.matrix.make().to(images), bias)
     if operation.kind == "norm":
-        return nn.functional.layer_norm(inputs[0], inputs[0].shape[-1:], weight, bias, operation.epsilon)
+        norm = nn.functional.layer_norm if operation.centred else rms_norm
+        return norm(inputs[0], inputs[0].shape[-1:], weight, bias, operation.epsilon)
     if operation.kind == "gelu":
         return nn.functional.gelu(inputs[0], approximate=operation.approximate)
     if operation.kind == "silu":
@@ -916,6 +1039,8 @@ def _compute(operation: Operation, inputs: list[torch.Tensor], images: torch.Ten
     query, key, value = inputs
     if operation.query is not None:
         query = operation.query.to(images).expand(query.shape)
+    if operation.head_scale is not None:
+        query = query * operation.head_scale.to(images)[:, None, None]
     mask = operation.mask
     if mask is not None:
         mask = mask.to(images).repeat(query.shape[0] // mask.shape[0], 1, 1, 1)
@@ -1046,8 +1171,9 @@ def capture(
     """Trace a module in eval mode and list its operations.
 
     Args:
-        model: takes images (batch, channels, height, width) and returns a tensor, or several with names.
-        images: of the model's dtype and device, :data:`BATCH` of them.
+        model: takes images (batch, channels, height, width), or ids (batch, tokens), and returns a tensor, or several with
+            names.
+        images: of the model's dtype and device, :data:`BATCH` of them; or ids.
         outputs: those that are wanted, see :func:`qflash.quantize_model`.
         refusals: where messages go for operations without an integer form, which are passed over; None raises the first.
 
@@ -1109,12 +1235,23 @@ def capture(
 
 
 def _used(operations: Sequence[Operation], outputs: Sequence[View]) -> list[Operation]:
-    """Return the operations that outputs depend on, and the images."""
+    """Return the operations that outputs depend on, and the images.
+
+    A linear layer on another one, whose output is a residual stream as well, takes the stream.
+    """
     used = {id(operations[0]), *(id(view.source) for view in outputs)}
+    streams: set[int] = set()
     for operation in reversed(operations):
         if id(operation) in used:
             used.update(id(view.source) for view in operation.inputs)
-    return [operation for operation in operations if id(operation) in used]
+            if operation.kind in ("add", "norm"):
+                streams.update(id(view.source) for view in operation.inputs)
+    merged = [each for each in operations if id(each) in used and each.apart and id(each.apart.view.source) in streams]
+    for operation in merged:
+        assert operation.apart is not None
+        operation.inputs, operation.seen = [operation.apart.view], operation.apart.seen
+        operation.matrix, operation.bias, operation.apart = operation.apart.matrix, operation.apart.bias, None
+    return _used(operations, outputs) if merged else [each for each in operations if id(each) in used]
 
 
 def _output_names(program: torch.export.ExportedProgram) -> list[str]:

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from .calibration import progress_bar
-from .execution import check_images
 from .float_parts import with_float_parts
 from .graph import IntegerNetwork, check_network
+from .inputs import check_input, takes_ids
 from .modules import LayerNorm, Linear
+from .operators.narrow import Narrow
 from .patterns import Lowering
 from .quality import sqnr_db
 
@@ -76,12 +77,12 @@ def branches(network: IntegerNetwork) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for node in network.nodes:
         part = network.part(node.name)
-        if not isinstance(part, Linear) or len(node.inputs) < 2:
+        if not isinstance(part, (Linear, LayerNorm)) or len(node.inputs) < 2:
             continue
         names, waiting = [], [node.inputs[0]]
         while waiting:
             name = waiting.pop()
-            if name not in names and not isinstance(network.part(name), LayerNorm):
+            if name not in names and not isinstance(network.part(name), (LayerNorm, Narrow)):
                 names.append(name)
                 waiting += [each for each in inputs[name] if each in inputs]
         names.append(node.name)
@@ -157,18 +158,18 @@ def compare(
         TypeError: ``network`` is not an integer network, or images are not uint8.
         ValueError: the network was loaded from a file, is of another model, or images have another size.
     """
-    from .quantize import Normalise, find_statistics
+    from .quantize import Preparation, find_statistics
 
     check_network(network)
     lowering = network.lowering
     if lowering is None:
         raise ValueError("network must be the one that quantize_model returned, a loaded one does not know its model")
-    check_images(images, network.image[0], network.image[1:])
+    check_input(images, network.image)
     parameter = next(model.parameters())
-    normalise = Normalise(*find_statistics(model, network.image[0], mean, std), parameter.device)
-    normalised = normalise(images.to(parameter.device))
+    statistics = ([0.0], [1.0]) if takes_ids(network.image) else find_statistics(model, network.image[0], mean, std)
+    prepare = Preparation(*statistics, parameter.device)
     with torch.inference_mode():
-        wanted = lowering.captured.pick(lowering.captured.select(model)(normalised.to(parameter.dtype)))
+        wanted = lowering.captured.pick(lowering.captured.select(model)(prepare(images, parameter.dtype)))
 
     def judged(each: IntegerNetwork) -> dict[str, float]:
         found = each.dequantize(each.run(images))
@@ -184,4 +185,4 @@ def compare(
                     exact = with_float_parts(network, lowering.twins, lowering.grids, names)
                     gains[label] = min(judged(exact).values()) - min(whole.values())
                 tick(1)
-        return Comparison(whole, node_errors(network, lowering, images, normalised.float()), gains)
+        return Comparison(whole, node_errors(network, lowering, images, prepare(images, torch.float32)), gains)

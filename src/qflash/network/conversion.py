@@ -20,6 +20,7 @@ from ..specification.rotary import MOST_OFFSET, ONE
 from .activations import NAMES
 from .modules import Attention, LayerNorm, Linear, LinearActivation, Mean, WideLinear
 from .operators.gated import Gated
+from .operators.narrow import Narrow
 from .operators.rotary import Rotary
 
 _WIDE_BIAS = 1 << 28
@@ -374,13 +375,13 @@ def finish_norm(
         if not float(x.abs().max()) < most:
             raise ValueError(f"a normalisation's {name} is too large for its unit; the network's scales are degenerate")
     module.shift = shift
-    module.epsilon = min(round(16 * gain.numel() * norm.eps / unit**2), op.MAX_EPSILON)
+    module.epsilon = min(round(16 * gain.numel() * norm.eps / unit**2), op.MAX_EPSILON - (not module.centred))
     module.gain.copy_((gain * 2.0 ** (8 + shift)).round().to(torch.int32))
     module.offset.copy_((offset * 2.0**shift).round().to(torch.int32))
 
 
-def finish_mean(module: Mean, unit: torch.Tensor, step: torch.Tensor, middle: torch.Tensor | float = 0.0) -> None:
-    """Fill a mean over tokens in: inputs ``unit * q``, outputs ``step * q + middle``."""
+def finish_mean(module: Mean | Narrow, unit: torch.Tensor, step: torch.Tensor, middle: torch.Tensor | float = 0.0) -> None:
+    """Fill a mean over tokens in, or what narrows each: inputs ``unit * q``, outputs ``step * q + middle``."""
     tokens = module.tokens
     ratio = unit / tokens / step
     left = _left_of(ratio)
@@ -448,9 +449,10 @@ class AttentionGrids:
     value_step: torch.Tensor
     value_middle: torch.Tensor
 
-    def fill(self, core: Attention) -> None:
-        """Fill the scales of attention in."""
-        for name, scale in (("query", self.query_scale), ("key", self.key_scale), ("value", self.value_step)):
+    def fill(self, core: Attention, head_scale: torch.Tensor | None = None) -> None:
+        """Fill the scales of attention in; those of the query hold a factor of the scores of each head, (heads,) or None."""
+        query_scale = self.query_scale if head_scale is None else self.query_scale * head_scale[:, None]
+        for name, scale in (("query", query_scale), ("key", self.key_scale), ("value", self.value_step)):
             getattr(core, f"{name}_scale").copy_(scale_bits(scale)[None, :, None])
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from ..scalars import whole_number
-from .execution import check_images
+from .inputs import check_input, input_dtype, input_shape
 
 WARM_UP = 3
 """Forward passes before the capture, in which kernels are compiled."""
@@ -25,18 +24,13 @@ class NetworkGraph:
 
     def __init__(self, network: Any, batch: int) -> None:
         """Warm up and capture; see :meth:`.graph.IntegerNetwork.graph`."""
-        batch = whole_number("batch", batch)
-        if batch < 1:
-            raise ValueError(f"batch must be at least 1, got {batch}")
         device = next(network.buffers()).device
-        if device.type != "cuda":
-            raise ValueError(f"network must be on an NVIDIA GPU for a CUDA graph, call network.cuda() first; it is on {device}")
         self.batch = batch
         # held, as is what the graph reads
         self._network = network
         # every call writes to the input, also outside of an inference mode that is on now
         with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
-            self._images = torch.zeros((batch, *network.image), dtype=torch.uint8, device=device)
+            self._images = torch.zeros((batch, *input_shape(network.image)), dtype=input_dtype(network.image), device=device)
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
@@ -54,7 +48,7 @@ class NetworkGraph:
         Raises:
             TypeError, ValueError: images are of another type or size, or not :attr:`batch` many.
         """
-        check_images(images, self._network.image[0], self._network.image[1:])
+        check_input(images, self._network.image)
         if len(images) != self.batch:
             raise ValueError(f"images must be {self.batch}, for which the graph was captured, got {len(images)}")
         self._images.copy_(images)

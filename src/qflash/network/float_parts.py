@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from ..specification import layers as op
 from . import activations
+from .capture import rms_norm
 from .conversion import Grid
 from .graph import IntegerNetwork
 from .matrix import Matrix
@@ -29,6 +30,7 @@ from .modules import (
 )
 from .operators import OPERATORS
 from .operators.gated import Gated
+from .operators.narrow import Narrow
 from .operators.rotary import Rotary
 
 
@@ -41,6 +43,7 @@ class FloatTwin:
         epsilon: of a normalisation.
         slope: of an activation f, which is ``f(slope x) / slope``.
         mask, query: of attention; the second where it is a constant.
+        head_scale: of attention, (heads,): a factor of the scores of each head, beside that of all.
         position, prefix: of a patch embedding, (tokens, channels), whose weights take pixels from 0 to 255.
         cos, sin: of rotary positions, (heads or 1, tokens, pairs).
     """
@@ -51,6 +54,7 @@ class FloatTwin:
     slope: float = 1.0
     mask: torch.Tensor | None = None
     query: torch.Tensor | None = None
+    head_scale: torch.Tensor | None = None
     position: torch.Tensor | None = None
     prefix: torch.Tensor | None = None
     cos: torch.Tensor | None = None
@@ -69,6 +73,8 @@ KEPT = (
     "Mean",
     "Gated",
     "Rotary",
+    "RmsNorm",
+    "Narrow",
 )
 """Operators that can be kept in floating point; others move values."""
 _TABLES = ("gather", "scatter", "query", "position", "prefix")
@@ -83,6 +89,7 @@ class FloatNode(IntegerModule):
         mask: float32 (1 or windows, heads, queries, keys), of attention, or None.
         query, position, prefix: float32, as the integer module has them.
         cos, sin: float32, of rotary positions.
+        head_scale: float32 (heads,), of attention, or None.
         gather, scatter: int32, as the integer module has them.
         step0, middle0, step1, ...: float32, where each input lies, and last the output; None for floats.
     """
@@ -90,6 +97,7 @@ class FloatNode(IntegerModule):
     weight: Any
     bias: Any
     mask: torch.Tensor | None
+    head_scale: torch.Tensor | None
     query: torch.Tensor | None
     position: torch.Tensor | None
     prefix: torch.Tensor | None
@@ -101,7 +109,7 @@ class FloatNode(IntegerModule):
     def __init__(
         self, operator: str, sizes: dict[str, Any], given: Sequence[Sequence[int] | None], made: Sequence[int] | None,
         has_bias: bool = False, mask: Sequence[int] | None = None, epsilon: float = 0.0,
-        slope: float = 1.0,
+        slope: float = 1.0, head_scale: bool = False,
     ) -> None:  # fmt: skip
         """Make it empty.
 
@@ -113,11 +121,15 @@ class FloatNode(IntegerModule):
             mask: shape of :attr:`mask`.
             epsilon: of a normalisation.
             slope: of an activation.
+            head_scale: whether the heads of attention have a factor each.
         """
         if operator not in KEPT or type(sizes) is not dict:
             raise ValueError(f"operator must be one of {', '.join(KEPT)} with its sizes, got {operator!r} and {sizes!r}")
-        if not isinstance(given, (list, tuple)) or not 0 < len(given) <= 3 or type(has_bias) is not bool:
-            raise ValueError(f"given must be a list of 1 to 3 shapes, and has_bias True or False, got {given!r}, {has_bias!r}")
+        if not isinstance(given, (list, tuple)) or not 0 < len(given) <= 3 or {type(has_bias), type(head_scale)} != {bool}:
+            raise ValueError(
+                f"given must be a list of 1 to 3 shapes, has_bias and head_scale True or False, got {given!r}, {has_bias!r}, "
+                f"{head_scale!r}"
+            )
         if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or not 0 <= epsilon < math.inf:
             raise ValueError(f"epsilon must be at least 0, got {epsilon!r}")
         if isinstance(slope, bool) or not isinstance(slope, (int, float)) or not 0 < slope < math.inf:
@@ -126,6 +138,7 @@ class FloatNode(IntegerModule):
         super().__init__(
             operator=operator, sizes=sizes, given=shapes[:-1], made=shapes[-1], has_bias=has_bias,
             mask=mask and list(mask), epsilon=float(epsilon), slope=float(slope),
+            **({"head_scale": True} if head_scale else {}),
         )  # fmt: skip
         with shapes_only():
             # in a tuple, since its tensors are no part of this module's state
@@ -138,6 +151,8 @@ class FloatNode(IntegerModule):
         bias = weight[:1] if weight is not None and (has_bias or isinstance(own, LayerNorm)) else None
         self._buffer("bias", bias, torch.float32)
         self._buffer("mask", tuple(mask) if mask else None, torch.float32)
+        has_heads = head_scale and isinstance(own, Attention)
+        self._buffer("head_scale", (own.heads,) if has_heads else None, torch.float32)
         for name in _TABLES:
             table = getattr(own, name, None)
             dtype = torch.int32 if name in ("gather", "scatter") else torch.float32
@@ -166,7 +181,7 @@ class FloatNode(IntegerModule):
         mask = None if twin.mask is None else list(twin.mask.shape)
         node = cls(
             type(inner).__name__, inner.sizes, shapes[:-1], shapes[-1], twin.bias is not None and isinstance(inner, Linear),
-            mask, twin.epsilon, twin.slope,
+            mask, twin.epsilon, twin.slope, twin.head_scale is not None,
         )  # fmt: skip
         values = {
             field.name: getattr(twin, field.name)
@@ -211,6 +226,8 @@ class FloatNode(IntegerModule):
 
     def _compute(self, x: torch.Tensor, more: Sequence[torch.Tensor]) -> torch.Tensor:
         inner, weight = self.inner, self.weight
+        if isinstance(inner, Narrow):
+            return x if self.gather is None else op.gather_tokens(x, self.gather)
         if isinstance(inner, Mean):
             return x[:, inner.first : inner.first + inner.tokens].mean(dim=1)
         if isinstance(inner, PatchEmbedding):
@@ -224,8 +241,10 @@ class FloatNode(IntegerModule):
                 x = x[..., first : first + heads * weight.numel()].unflatten(-1, (heads, -1))
             if self.gather is not None:
                 x = op.gather_tokens(x, self.gather)
-            x = F.layer_norm(x, weight.shape, weight, self.bias, self.epsilon)
-            return x[:, 0] if inner.single else x
+            norm = F.layer_norm if inner.centred else rms_norm
+            x = norm(x, weight.shape, weight, self.bias, self.epsilon)
+            x = x[:, 0] if inner.single else x
+            return x + more[0] if more else x
         if isinstance(inner, Linear):
             x = F.linear(x, weight, self.bias)
             if isinstance(inner, LinearActivation):
@@ -240,6 +259,8 @@ class FloatNode(IntegerModule):
             assert self.cos is not None and self.sin is not None
             return inner.turned(x, self.cos, self.sin)
         query, key, value = inner.heads_of((x, *more), self.query)
+        if self.head_scale is not None:
+            query = query * self.head_scale[:, None, None]
         mask = self.mask
         if mask is not None:
             mask = mask.repeat(query.shape[0] // mask.shape[0], 1, 1, 1)
@@ -282,8 +303,8 @@ def with_float_parts(
 ) -> IntegerNetwork:
     """Return a network in which some nodes compute in floating point; it shares all other parts with the first.
 
-    A normalisation whose output only goes into kept nodes, and the nodes between kept ones, are kept, too: their outputs
-    would only be rounded on the way.
+    A normalisation, or what narrows a stream, whose output only goes into kept nodes, and the nodes between kept ones, are
+    kept, too: their outputs would only be rounded on the way.
 
     Args:
         network: integer.
@@ -295,7 +316,7 @@ def with_float_parts(
     floats = set(kept)
     for node in reversed(network.nodes):
         behind = users[node.name]
-        is_norm = isinstance(network.part(node.name), LayerNorm) and node.name in twins
+        is_norm = isinstance(network.part(node.name), (LayerNorm, Narrow)) and node.name in twins
         if is_norm and behind and floats.issuperset(behind):
             floats.add(node.name)
     modules: dict[str, IntegerModule] = {}

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..scalars import whole_number
 from ..specification.recipe import Recipe
+from .cpu_graph import CpuGraph
 from .cuda_graph import NetworkGraph
-from .execution import check_images
+from .inputs import check_input, check_sizes, input_dtype, input_shape
 from .modules import EXTRA_STATE, LOADED, IntegerModule, Mean, Widen
 from .operators.tokens import Tokens
 from .quality import Quality
@@ -20,8 +22,6 @@ from .quality import Quality
 IMAGES = "images"
 """Name of the network's input."""
 _NAME = re.compile(r"[A-Za-z_0-9]+(\.[A-Za-z_0-9]+)*")
-MOST_PIXELS = 1 << 26
-"""Of an image; tables of tokens grow with them."""
 
 
 class Node(NamedTuple):
@@ -44,7 +44,7 @@ class IntegerNetwork(IntegerModule):
     Attributes:
         nodes: its operators.
         parts: the module of each node, by its name.
-        image: (channels, height, width) of an image.
+        image: (channels, height, width) of an image; (tokens, vocabulary) of a network that takes ids of tokens.
         recipe: of attention.
         outputs: the node of each output, by the output's name.
         scales: what a unit of each output stands for, a float: ``logits.float() * scale``. A network computes nothing with it.
@@ -68,7 +68,7 @@ class IntegerNetwork(IntegerModule):
         """
         super().__init__()
         self.nodes = tuple(nodes)
-        self.image: tuple[int, int, int] = tuple(image)  # type: ignore[assignment]
+        self.image: tuple[int, ...] = tuple(image)
         self.recipe = recipe
         self.outputs = dict(outputs)
         self.scales = dict.fromkeys(outputs, 1.0)
@@ -91,9 +91,7 @@ class IntegerNetwork(IntegerModule):
         self._last_use.update(dict.fromkeys(outputs.values(), len(self.nodes)))
 
     def _check_names(self) -> None:
-        sizes = self.image
-        if len(sizes) != 3 or not all(type(x) is int and x > 0 for x in sizes) or sizes[1] * sizes[2] > MOST_PIXELS:
-            raise ValueError(f"image must be (channels, height, width) of at most {MOST_PIXELS} pixels, got {sizes}")
+        check_sizes(self.image)
         known = {IMAGES}
         for node in self.nodes:
             if not _NAME.fullmatch(node.name) or node.name in known:
@@ -141,7 +139,8 @@ class IntegerNetwork(IntegerModule):
         """Classify images.
 
         Args:
-            images: uint8 (batch, image channels, height, width), RGB, not normalised.
+            images: uint8 (batch, image channels, height, width), RGB, not normalised; or ids, int32 or int64 (batch, tokens),
+                of a network that takes these.
 
         Returns:
             int32 (batch, outputs), or features of a network without a head; times :attr:`output_scale` in the float network's
@@ -160,7 +159,7 @@ class IntegerNetwork(IntegerModule):
             images: uint8 (batch, image channels, height, width).
             seen: is called with each node's name and output.
         """
-        check_images(images, self.image[0], self.image[1:])
+        check_input(images, self.image)
         values = {IMAGES: images}
         for index, node in enumerate(self.nodes):
             values[node.name] = self.part(node.name)(*(values[x] for x in node.inputs), backend=self.backend)
@@ -215,8 +214,8 @@ class IntegerNetwork(IntegerModule):
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every value for one image, by the name of its node."""
-        found: dict[str, tuple[int, ...]] = {IMAGES: (1, *self.image)}
-        images = torch.empty(found[IMAGES], dtype=torch.uint8, device="meta")
+        found: dict[str, tuple[int, ...]] = {IMAGES: (1, *input_shape(self.image))}
+        images = torch.empty(found[IMAGES], dtype=input_dtype(self.image), device="meta")
         self._on_meta().run(images, lambda name, x: found.update({name: tuple(x.shape)}))
         return found
 
@@ -258,24 +257,28 @@ class IntegerNetwork(IntegerModule):
             missing_keys.append(prefix + EXTRA_STATE)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
-    def graph(self, batch: int) -> NetworkGraph:
-        """Capture the forward pass of so many images in a CUDA graph, and return what replays it: images in, logits out.
+    def graph(self, batch: int) -> NetworkGraph | CpuGraph:
+        """Capture the forward pass of so many images, and return what replays it: images in, logits out.
 
-        The network stays as it is. A graph knows nothing of later changes: moved, or loaded with other weights, capture it
-        again.
+        On an NVIDIA GPU a CUDA graph; on a CPU one call of C, with packed weights. The network stays as it is. A graph knows
+        nothing of later changes: moved, or loaded with other weights, capture it again.
 
         Args:
             batch: images a call, at least 1.
 
         Raises:
-            TypeError, ValueError: ``batch`` is no such number, or the network is not on an NVIDIA GPU.
+            TypeError, ValueError: ``batch`` is no such number; on a CPU a node computes outside of the C kernels.
+            RuntimeError: there are no C kernels on this machine.
 
         Example::
 
             run = network.cuda().graph(64)
             logits = run(images)
         """
-        return NetworkGraph(self, batch)
+        batch = whole_number("batch", batch)
+        if batch < 1:
+            raise ValueError(f"batch must be at least 1, got {batch}")
+        return (NetworkGraph if next(self.buffers()).device.type == "cuda" else CpuGraph)(self, batch)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the network to a file; see :func:`qflash.load_model`."""
@@ -297,6 +300,12 @@ class IntegerNetwork(IntegerModule):
         from .tosa_export import export_tosa
 
         return export_tosa(self, path, batch=batch)
+
+    def export_c(self, folder: str | os.PathLike[str], *, batch: int = 1) -> None:
+        """Write the network as a program in C; see :func:`qflash.export_c`."""
+        from .c_export import export_c
+
+        export_c(self, folder, batch=batch)
 
     def dequantize(self, output: Any) -> Any:
         """Return int32 logits or features as float32; of a network with several outputs the dictionary of them."""

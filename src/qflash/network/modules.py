@@ -376,6 +376,8 @@ class LayerNorm(IntegerModule):
     """
 
     constants = ("epsilon", "shift")
+    centred = True
+    """Whether the mean is taken out of rows."""
     gain: torch.Tensor
     offset: torch.Tensor
     gather: torch.Tensor | None
@@ -406,17 +408,26 @@ class LayerNorm(IntegerModule):
     def check_values(self) -> None:
         require_within("the number of channels", self.gain.numel(), 1, op.MAX_CHANNELS)
         require_within("offset", self.offset, 1 - (1 << 30), (1 << 30) - 1)
-        require_within("epsilon", self.epsilon, 0, op.MAX_EPSILON)
+        require_within("epsilon", self.epsilon, 0, op.MAX_EPSILON - (not self.centred))
         require_within("shift", self.shift, 1, 29)
 
-    def forward(self, h: torch.Tensor, backend: str = "auto") -> torch.Tensor:
-        """Return rows of the module's dtype from int16 (batch, tokens, channels)."""
+    def forward(self, h: torch.Tensor, residual: torch.Tensor | None = None, backend: str = "auto") -> torch.Tensor:
+        """Return rows of the module's dtype from int16 (batch, tokens, channels).
+
+        Args:
+            h: see there.
+            residual: int16, of the rows' shape, added before saturation; only for int16 rows.
+            backend: see :func:`qflash.attention`.
+        """
         if self.part is not None:
             first, heads = self.part
             h = h[..., first : first + heads * self.gain.numel()].unflatten(-1, (heads, -1))
-        out: torch.Tensor = torch.ops.qflash.integer_layer_norm(
-            h, self.epsilon, self.gain, self.offset, self.shift, self.gather, self.dtype, backend
-        )
+        constants = self.epsilon, self.gain, self.offset, self.shift, self.gather
+        out: torch.Tensor
+        if self.centred and residual is None:
+            out = torch.ops.qflash.integer_layer_norm(h, *constants, self.dtype, backend)
+        else:
+            out = torch.ops.qflash.integer_norm(h, *constants, residual, self.centred, self.dtype, backend)
         return out[:, 0] if self.single else out
 
 

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,10 +16,11 @@ import torch
 
 if TYPE_CHECKING:
     from .graph import IntegerNetwork
+from .inputs import takes_ids
 from .quality import sqnr_db
 
-INPUT, OUTPUT = "images", "logits"
-"""Names of the model's input and output."""
+INPUT, IDS, OUTPUT = "images", "input_ids", "logits"
+"""Names of the model's input, of images or of ids, and of its output."""
 COUNT = 2
 """Images of the self-test; a model of a larger batch gets them again and again."""
 RUNTIMES = ("onnxruntime", "reference", "openvino")
@@ -44,6 +46,12 @@ def self_test_images(count: int, channels: int, height: int, width: int) -> torc
     return ((3 * _mix(blocks) + _mix(pixels)) >> 2).to(torch.uint8)
 
 
+def self_test_ids(count: int, tokens: int, vocabulary: int) -> torch.Tensor:
+    """Return the ids of the self-test, int64 (count, tokens); docs/onnx.md has the formula."""
+    n = torch.arange(count * tokens, dtype=torch.int64, device="cpu")
+    return ((_mix(n) << 16 | _mix(n + 77777) << 8 | _mix(n + 12345)) % vocabulary).view(count, tokens)
+
+
 def output_names(network: IntegerNetwork) -> list[str]:
     """Return the names of a network's outputs in its ONNX file: ``"logits"`` of one, their own of several."""
     return [OUTPUT] if len(network.outputs) == 1 else list(network.outputs)
@@ -51,7 +59,7 @@ def output_names(network: IntegerNetwork) -> list[str]:
 
 def self_test(network: IntegerNetwork) -> str:
     """Return the self-test of a network as its file holds it: JSON with the outputs of each image, by name."""
-    images = self_test_images(COUNT, *network.image)
+    images = (self_test_ids if takes_ids(network.image) else self_test_images)(COUNT, *network.image)
     # the caller's choice of a back end may be for another device
     twin = copy.copy(network)
     twin.backend = "auto"
@@ -128,11 +136,13 @@ def _read(path: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor], bool]:
     try:
         entries = json.loads(texts["self_test"])
         wanted = {name: torch.tensor(x, dtype=torch.int32, device="cpu") for name, x in entries.items()}
-        sizes = next(x for x in model.graph.input if x.name == INPUT).type.tensor_type.shape.dim
-        batch, channels, height, width = (size.dim_value for size in sizes)
+        given = next(x for x in model.graph.input if x.name in (INPUT, IDS))
+        batch, *sizes = (size.dim_value for size in given.type.tensor_type.shape.dim)
+        if given.name == IDS:
+            sizes.append(int(texts["vocabulary"]))
         odd = [tuple(x.shape) for x in wanted.values() if x.dim() < 2 or len(x) != COUNT]
-        if not wanted or odd or min(channels, height, width) < 1 or channels * height * width > 1 << 31:
-            raise ValueError(f"outputs of shape {odd} for images of {channels} x {height} x {width}")
+        if not wanted or odd or min(sizes) < 1 or math.prod(sizes) > 1 << 31 or len(sizes) != (2 if given.name == IDS else 3):
+            raise ValueError(f"outputs of shape {odd} for {given.name} of {' x '.join(map(str, sizes))}")
     except (
         ValueError,
         TypeError,
@@ -145,7 +155,7 @@ def _read(path: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor], bool]:
     ) as error:
         raise ValueError(f"{path} has a self-test that is damaged: {type(error).__name__}: {error}") from error
     which = torch.arange(batch or COUNT, dtype=torch.int64, device="cpu") % COUNT
-    images = self_test_images(COUNT, channels, height, width)[which]
+    images = (self_test_ids if given.name == IDS else self_test_images)(COUNT, *sizes)[which]
     return images, {name: x[which] for name, x in wanted.items()}, "float_parts" in texts
 
 
@@ -164,6 +174,11 @@ def _difference(name: str, want: torch.Tensor, found: Any, has_floats: bool) -> 
     wrong = int((got != want).sum())
     most = int((got.long() - want.long()).abs().max()) if wrong else 0
     return f"{wrong} of {want.numel()} {name} differ, by up to {most}" if wrong else None
+
+
+def input_name(x: Any) -> str:
+    """Return the name of the input that takes an array."""
+    return INPUT if x.ndim == 4 else IDS
 
 
 _Way = Iterator[tuple[str, Callable[[Any, list[str]], Any]]]
@@ -188,7 +203,9 @@ def _onnxruntime(path: Path, providers: Sequence[str] | None) -> _Way:
                 # errors are raised as well
                 options.log_severity_level = 4
                 with_cpu = list(dict.fromkeys((provider, "CPUExecutionProvider")))
-                return onnxruntime.InferenceSession(str(path), options, providers=with_cpu).run(names, {INPUT: images})
+                return onnxruntime.InferenceSession(str(path), options, providers=with_cpu).run(
+                    names, {input_name(images): images}
+                )
 
             yield f"onnxruntime {onnxruntime.__version__}, {provider}, {level.name}", run
 
@@ -199,7 +216,7 @@ def _reference(path: Path, _: Sequence[str] | None) -> _Way:
 
     yield (
         f"onnx {onnx.__version__}, reference evaluator",
-        lambda images, names: ReferenceEvaluator(str(path)).run(names, {INPUT: images}),
+        lambda images, names: ReferenceEvaluator(str(path)).run(names, {input_name(images): images}),
     )
 
 

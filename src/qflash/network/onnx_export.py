@@ -15,7 +15,8 @@ from ..specification.reference import ARITHMETIC_VERSION
 from ..validation import check_flags
 from .export_checks import check_attention, check_path
 from .graph import IntegerNetwork, check_network
-from .onnx_check import INPUT, output_names, self_test
+from .inputs import input_shape, takes_ids
+from .onnx_check import IDS, INPUT, output_names, self_test
 
 BATCH = "batch"
 """Name of a batch dimension that is left open."""
@@ -84,7 +85,8 @@ def export_onnx(
     from .onnx_operators import whole_network
 
     graph = Graph()
-    images = Value(INPUT, np.dtype(np.uint8))
+    ids = takes_ids(network.image)
+    images = Value(IDS if ids else INPUT, np.dtype(np.int64 if ids else np.uint8))
     size = BATCH if batch == "dynamic" else batch
     shapes = network.shapes()
     found = whole_network(graph, network, images)
@@ -93,7 +95,7 @@ def export_onnx(
         for (name, value), public in zip(found.items(), output_names(network), strict=True)
     ]
     model = graph.model(
-        [(images, (size, *network.image))],
+        [(images, (size, *input_shape(network.image)))],
         outputs,
         type(network).__name__,
         __version__,
@@ -104,6 +106,7 @@ def export_onnx(
             "arithmetic_version": str(ARITHMETIC_VERSION),
             "kind": type(network).__name__,
             "qflash_version": __version__,
+            **({"vocabulary": str(network.image[1])} if ids else {}),
             **({"float_parts": json.dumps(parts)} if (parts := network.float_parts()) else {}),
             "self_test": self_test(network),
         },

@@ -14,6 +14,7 @@ from .float_parts import FloatNode
 from .modules import LayerNorm, Linear, LinearActivation, Mean, PatchEmbedding
 from .onnx_graph import ZERO_POINT, Graph, Value
 from .operators.gated import Gated
+from .operators.narrow import Narrow
 from .operators.rotary import Rotary, by_token
 
 Shape = tuple[int, ...]
@@ -34,7 +35,7 @@ def _linear(graph: Graph, node: FloatNode, inputs: Sequence[Value]) -> Value:
     return graph.node("Add", x, inputs[1]) if len(inputs) > 1 else x
 
 
-def _norm(graph: Graph, node: FloatNode, x: Value, shape: Shape) -> Value:
+def _norm(graph: Graph, node: FloatNode, x: Value, shape: Shape, *residual: Value) -> Value:
     inner: Any = node.inner
     channels = node.weight.numel()
     if inner.part is not None:
@@ -43,8 +44,14 @@ def _norm(graph: Graph, node: FloatNode, x: Value, shape: Shape) -> Value:
     if node.gather is not None:
         x = graph.reshape(graph.take(x, node.gather), 0, node.gather.shape[0], channels)
     weight, bias = _constant(graph, node.weight, "weight"), _constant(graph, node.bias, "bias")
-    x = graph.node("LayerNormalization", x, weight, bias, axis=-1, epsilon=node.epsilon)
-    return graph.reshape(x, 0, channels) if inner.single else x
+    if inner.centred:
+        x = graph.node("LayerNormalization", x, weight, bias, axis=-1, epsilon=node.epsilon)
+    else:
+        mean = graph.node("ReduceMean", graph.node("Mul", x, x), graph.constant([-1], np.int64), keepdims=1)
+        root = graph.node("Sqrt", graph.node("Add", mean, _constant(graph, node.epsilon, "epsilon")))
+        x = graph.node("Add", graph.node("Mul", graph.node("Div", x, root), weight), bias)
+    x = graph.reshape(x, 0, channels) if inner.single else x
+    return graph.node("Add", x, *residual) if residual else x
 
 
 def _attention(graph: Graph, node: FloatNode, parts: Sequence[Value], shapes: Sequence[Shape]) -> Value:
@@ -62,7 +69,8 @@ def _attention(graph: Graph, node: FloatNode, parts: Sequence[Value], shapes: Se
     if inner.first:
         query, queries = graph.cut(query, 0, inner.first, head), inner.first
     scores = graph.node("MatMul", query, graph.transpose(each[-2], *axes, head, channel, token))
-    scores = graph.node("Mul", scores, _constant(graph, inner.softmax_scale, "scale"))
+    scale = inner.softmax_scale if node.head_scale is None else inner.softmax_scale * node.head_scale[:, None, None]
+    scores = graph.node("Mul", scores, _constant(graph, scale, "scale"))
     if node.mask is not None:
         mask = node.mask if windows else node.mask[0]
         # a finite number in place of minus infinity, which few runtimes are tried with
@@ -107,12 +115,17 @@ def float_node(graph: Graph, node: FloatNode, inputs: Sequence[Value], shapes: S
         floats.append(x)
     if isinstance(node.inner, PatchEmbedding):
         out = _embed(graph, node, floats[0], shapes[0])
+    elif isinstance(node.inner, Narrow):
+        out = floats[0]
+        if node.gather is not None:
+            out = graph.take(out, node.gather)
+            out = graph.reshape(out, 0, node.gather.shape[0], node.gather.shape[1] * shapes[0][-1])
     elif isinstance(node.inner, Mean):
         out = _mean(graph, node, floats[0], shapes[0])
     elif isinstance(node.inner, Linear):
         out = _linear(graph, node, floats)
     elif isinstance(node.inner, LayerNorm):
-        out = _norm(graph, node, floats[0], shapes[0])
+        out = _norm(graph, node, floats[0], shapes[0], *floats[1:])
     elif isinstance(node.inner, Gated):
         gate, value = graph.split(floats[0], 2)
         gate = activations.floating_onnx(graph, node.inner.activation, node.slope, gate)

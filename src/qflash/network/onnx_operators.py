@@ -36,6 +36,7 @@ from .modules import (
 )
 from .onnx_float_parts import float_node
 from .onnx_graph import ZERO_POINT, Graph, Value
+from .onnx_rescale import after_of, rescale, saturated
 
 Shape = tuple[int, ...]
 """Of a value of the network, for one image."""
@@ -43,39 +44,6 @@ Shape = tuple[int, ...]
 
 def _array(x: torch.Tensor) -> np.ndarray:
     return x.detach().cpu().numpy()
-
-
-def _saturated(graph: Graph, x: Value, dtype: torch.dtype) -> Value:
-    """Return :func:`.layers.saturate` of x, to which :func:`_after` has been added."""
-    if dtype == torch.int8:
-        return graph.cast(graph.clip(x, 0, 255), np.uint8)
-    return graph.cast(x if dtype == torch.int32 else graph.clip(x, *op.LIMITS[dtype]), np.int32)
-
-
-def _after(dtype: torch.dtype) -> int:
-    return ZERO_POINT if dtype == torch.int8 else 0
-
-
-def _rescale(
-    graph: Graph, sums: Value, bound: np.ndarray, left: int, bias: torch.Tensor, multiplier: torch.Tensor, after: int = 0
-) -> Value:
-    """Return :func:`.layers.rescale` of int32 sums, plus ``after``.
-
-    Shift, bias and rounding go into the product: ``((acc << left) + b) R + half`` is ``acc (R << left) + (b R + half)``.
-
-    Args:
-        graph: to add to.
-        sums: int32 (..., channels).
-        bound: of their magnitude, (channels,).
-        left, bias, multiplier: see :func:`.layers.rescale`.
-        after: added to the result.
-    """
-    factor = _array(multiplier).astype(np.int64)
-    wide, offset = factor << left, factor * _array(bias).astype(np.int64) + (1 << 31)
-    # Python's integers: bounds of untrained networks may be beyond 64 bits
-    most = max(int(a) * int(b) + abs(int(c)) for a, b, c in zip(bound, wide, offset, strict=True))
-    product = graph.multiply(sums, graph.constant(wide, np.int64, "multiplier"), np.int64)
-    return graph.shift_right(product, 32, most, offset, after)
 
 
 def _wide_product(graph: Graph, x: Value, weight: Value) -> Value:
@@ -94,9 +62,9 @@ def linear(graph: Graph, module: Linear, x: Value, residual: Value | None = None
     bound = _array(module.weight.to(torch.int64).abs().sum(dim=1) * module.largest_input)
     change = bound, module.left, module.bias, module.multiplier
     if isinstance(module, LinearActivation):
-        return _activated(graph, module.activated, _rescale(graph, sums, *change))
-    out = _rescale(graph, sums, *change, _after(module.dtype))
-    return _saturated(graph, out if residual is None else graph.add(out, residual, np.int32), module.dtype)
+        return _activated(graph, module.activated, rescale(graph, sums, *change))
+    out = rescale(graph, sums, *change, after_of(module.dtype))
+    return saturated(graph, out if residual is None else graph.add(out, residual, np.int32), module.dtype)
 
 
 def _activated(graph: Graph, by: op.Activation, u: Value) -> Value:
@@ -106,7 +74,7 @@ def _activated(graph: Graph, by: op.Activation, u: Value) -> Value:
     bound = int((multiplier.astype(np.int64) * (op.ACTIVATION_LIMIT + 1) + np.abs(offset.astype(np.int64))).max())
     wide = graph.multiply(value, graph.constant(multiplier, np.int32, "activation_multiplier"))
     out = graph.shift_right(wide, by.shift, min(bound, (1 << 31) - 1), offset, ZERO_POINT)
-    return _saturated(graph, out, torch.int8)
+    return saturated(graph, out, torch.int8)
 
 
 _VARIANCE_BITS = 47
@@ -122,12 +90,15 @@ def _inverse_root(graph: Graph, v: Value) -> Value:
     return x
 
 
-def _normalise(graph: Graph, h: Value, channels: int, epsilon: int) -> Value:
+def _normalise(graph: Graph, h: Value, channels: int, epsilon: int, centred: bool) -> Value:
     """Write :func:`.layers.normalise`; what follows from the variance's bit length is looked up."""
     by = op.row_constants(channels)
-    total = graph.reduce("ReduceSum", h, -1)
-    middle = graph.shift_right(graph.multiply(total, by.inverse, np.int64), by.bits, 1 << 58, 1 << (by.bits - 1))
-    difference = graph.cast(graph.subtract(graph.multiply(h, 4), middle), np.int64)
+    difference = graph.multiply(h, 4)
+    if centred:
+        total = graph.reduce("ReduceSum", h, -1)
+        middle = graph.shift_right(graph.multiply(total, by.inverse, np.int64), by.bits, 1 << 58, 1 << (by.bits - 1))
+        difference = graph.subtract(difference, middle)
+    difference = graph.cast(difference, np.int64)
     squares = graph.reduce("ReduceSum", graph.multiply(difference, difference), -1)
     variance = graph.add(squares, graph.constant(epsilon, np.int64, "epsilon"))
     bits = graph.bit_length(variance, _VARIANCE_BITS)
@@ -143,28 +114,30 @@ def _normalise(graph: Graph, h: Value, channels: int, epsilon: int) -> Value:
     v = graph.shift_unsigned(graph.cast(variance, np.uint64), of_bits(up, np.uint64), "LEFT")
     v = graph.maximum(graph.cast(graph.shift_unsigned(v, of_bits(down, np.uint64)), np.int64), 1 << 28)
     factor = graph.multiply_round(_inverse_root(graph, v), by.root, 30)
-    difference = graph.subtract(graph.multiply(h, channels), total)
+    difference = graph.multiply(h, channels)
+    if centred:
+        difference = graph.subtract(difference, total)
     raised = graph.multiply(difference, of_bits(np.int64(1) << (left + 5), np.int64), np.int64)
     return graph.multiply_round(graph.shift_right(raised, 5, (1 << 36) - 32, 16), factor)
 
 
-def layer_norm(graph: Graph, module: LayerNorm, h: Value) -> Value:
-    """Write a :class:`.modules.LayerNorm`; h is int32 of int16's range."""
+def layer_norm(graph: Graph, module: LayerNorm, h: Value, residual: Value | None = None) -> Value:
+    """Write a :class:`.modules.LayerNorm`; h and the residual are int32 of int16's range."""
     gain, offset = _array(module.gain).astype(np.int64), _array(module.offset).astype(np.int64)
-    n = _normalise(graph, h, gain.size, module.epsilon)
+    n = _normalise(graph, h, gain.size, module.epsilon, module.centred)
     # both roundings down, of the product and of what follows, are one of their sum
     product = graph.multiply(n, graph.constant(gain, np.int64, "gain"), np.int64)
-    bound = (int(np.abs(gain).max()) << 26) + ((int(np.abs(offset).max()) + 1) << 28)
-    out = graph.round_shift(product, 28 + module.shift, bound, (offset << 28) + (1 << 27), _after(module.dtype))
-    return _saturated(graph, out, module.dtype)
+    bound = int(np.abs(gain).max()) * op.most_normalised(module.centred) + ((int(np.abs(offset).max()) + 1) << 28)
+    out = graph.round_shift(product, 28 + module.shift, bound, (offset << 28) + (1 << 27), after_of(module.dtype))
+    return saturated(graph, out if residual is None else graph.add(out, residual, np.int64), module.dtype)
 
 
 def mean(graph: Graph, module: Mean, x: Value) -> Value:
     """Write a :class:`.modules.Mean` of int32 (batch, tokens, channels): (batch, channels)."""
     sums = graph.node("ReduceSum", x, graph.constant([1], np.int64), keepdims=0)
     bound = np.full(module.offset.numel(), module.tokens * 32768)
-    out = _rescale(graph, sums, bound, module.left, module.offset, module.multiplier, _after(module.dtype))
-    return _saturated(graph, out, module.dtype)
+    out = rescale(graph, sums, bound, module.left, module.offset, module.multiplier, after_of(module.dtype))
+    return saturated(graph, out, module.dtype)
 
 
 def _probability_table(recipe: Recipe, exact: bool) -> np.ndarray:
@@ -293,7 +266,7 @@ def _finish(graph: Graph, module: Attention, numerator: Value, denominator: Valu
     half = np.where(shifts > 0, np.left_shift(np.int64(1), 31 + shifts), 0)
     product = graph.multiply(row, scaled)
     out = graph.shift_right(product, 32 + shifts, (1 << 60) + int(half.max()), half, ZERO_POINT)
-    return _saturated(graph, out, torch.int8)
+    return saturated(graph, out, torch.int8)
 
 
 def _embed(graph: Graph, module: PatchEmbedding, images: Value, image: Sequence[int]) -> Value:
@@ -314,7 +287,7 @@ def _embed(graph: Graph, module: PatchEmbedding, images: Value, image: Sequence[
     return graph.node("Concat", graph.node("Expand", prefix, size), h, axis=1)
 
 
-def _norm(graph: Graph, module: LayerNorm, h: Value, shape: Shape) -> Value:
+def _norm(graph: Graph, module: LayerNorm, h: Value, shape: Shape, *residual: Value) -> Value:
     """Write a :class:`.modules.LayerNorm` with the tokens that it takes."""
     channels = module.gain.numel()
     if module.part is not None:
@@ -326,7 +299,7 @@ def _norm(graph: Graph, module: LayerNorm, h: Value, shape: Shape) -> Value:
         h = graph.reshape(h, 0, channels) if module.single else graph.reshape(h, 0, rows, channels)
     elif module.single:
         h = graph.reshape(h, 0, channels)
-    return layer_norm(graph, module, h)
+    return layer_norm(graph, module, h, *residual)
 
 
 def node(graph: Graph, module: Any, inputs: Sequence[Value], shapes: Sequence[Shape], image: Sequence[int]) -> Value:
@@ -347,7 +320,7 @@ def node(graph: Graph, module: Any, inputs: Sequence[Value], shapes: Sequence[Sh
     if isinstance(module, PatchEmbedding):
         return _embed(graph, module, x, image)
     if isinstance(module, LayerNorm):
-        return _norm(graph, module, x, shape)
+        return _norm(graph, module, x, shape, *inputs[1:])
     if isinstance(module, Linear):
         if module.scatter is not None:
             x = graph.take(x, module.scatter.argsort())
@@ -371,7 +344,9 @@ def _kind(part: IntegerModule, inputs: int) -> str:
     name = type(part).__name__
     if isinstance(part, FloatNode):
         return f"Float{type(part.inner).__name__}"
-    return "LinearResidual" if type(part) is Linear and inputs > 1 else "Embed" if name == "PatchEmbedding" else name
+    if inputs > 1 and (type(part) is Linear or isinstance(part, LayerNorm)):
+        return f"{name}Residual"
+    return "Embed" if name == "PatchEmbedding" else name
 
 
 def _about(part: IntegerModule) -> str:

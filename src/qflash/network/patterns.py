@@ -2,8 +2,9 @@
 
 The grammar is that of pre-norm transformers: ``norm, linear(s), attention, linear, +`` and ``norm, linear, activation, linear,
 +`` on an int16 residual stream, patches before it, and a normalisation, a mean over tokens and a head behind it, in any order
-that the operators allow. An operation that fits nowhere is refused by name. Each rule makes an empty module with the sizes it
-needs, and leaves a function that fills it in from the ranges of a calibration (:mod:`.conversion` has the numerics).
+that the operators allow. A normalisation may stand before the sum, or behind it, too. An operation that fits nowhere is refused
+by name. Each rule makes an empty module with the sizes it needs, and leaves a function that fills it in from the ranges of a
+calibration (:mod:`.conversion` has the numerics).
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from .matrix import Matrix
 from .modules import Attention, First, Join, LayerNorm, Linear, Mean, PatchEmbedding, WideLinear, Widen
 from .operators import WITH_ACTIVATION
 from .operators.gated import Gated
+from .operators.narrow import Narrow
+from .operators.norms import RmsNorm
+from .operators.token_embedding import TokenEmbedding
 from .operators.tokens import Tokens
 from .rotary_patterns import Turn, TurnedHeads, turn_of
 
@@ -156,10 +160,12 @@ class Group:
 
     Attributes:
         seen: nodes of the traced graph whose ranges the unit must hold.
+        most: a magnitude that the unit must hold, whatever calibration saw.
         unit: once the ranges are known.
     """
 
     seen: list[fx.Node] = dataclasses.field(default_factory=list)
+    most: float = 0.0
     unit: float = 0.0
 
 
@@ -172,7 +178,7 @@ class Lowering:
         references: by node what its output stands for: a float tensor, and the group of a residual stream.
     """
 
-    def __init__(self, captured: Captured, recipe: Recipe, image: tuple[int, int, int]) -> None:
+    def __init__(self, captured: Captured, recipe: Recipe, image: tuple[int, ...]) -> None:
         self.captured, self.recipe, self.image = captured, recipe, image
         self.users: dict[int, list[tuple[Operation, int]]] = defaultdict(list)
         for operation in captured.operations:
@@ -234,6 +240,15 @@ class Lowering:
         """Return the stream that a view is of, made if it is patches with constants around them; and its rows there."""
         rows = rows_of(view, user)
         key = (id(rows.source),)
+        if rows.source.kind == "embedding":
+            if not rows.is_whole:
+                raise _refuse(user, "it takes some tokens, or some channels, of an embedding")
+            if key not in self.streams:
+                self.streams[key], self.embedded = self.embed_tokens(rows), rows
+            elif not _same(rows.term, self.embedded.term) or not _same(rows.factor, self.embedded.factor):
+                raise _refuse(user, "tokens are used with different constants around them")
+            self.see(self.streams[key].group, seen)
+            return self.streams[key], Rows(view, rows.source, rows.table, rows.columns, None, None)
         if rows.source.kind == "linear" and rows.source.inputs[0].source.kind == "images":
             if not rows.has_all_columns:
                 raise _refuse(user, "it takes some channels of patch embeddings")
@@ -301,6 +316,29 @@ class Lowering:
         self.fillers.append(fill)
         return self.begin(name, rows.view, group)
 
+    def embed_tokens(self, rows: Rows) -> Stream:
+        """Add the embedding of ids: a table, and what is added to each place."""
+        operation, term = rows.source, rows.term
+        assert operation.weight is not None
+        table = operation.weight if rows.factor is None else operation.weight * rows.factor
+        vocabulary, channels = table.shape
+        if term is not None and bool((term == term[:1]).all()):
+            # the same for all places, as that of the one segment
+            table, term = table + term[:1], None
+        module = TokenEmbedding(vocabulary, channels, 0 if term is None else len(term))
+        group = self.group()
+        # words that calibration did not see are in the table
+        group.most = float(table.abs().max()) + (0.0 if term is None else float(term.abs().max()))
+        name = self.add(operation.name or "embed", module, IMAGES)
+
+        def fill(ranges: Ranges) -> None:
+            module.table.copy_(cv.to_int16(table, group.unit))
+            if term is not None and module.position is not None:
+                module.position.copy_(cv.to_int16(term, group.unit))
+
+        self.fillers.append(fill)
+        return self.begin(name, rows.view, group)
+
     def patch_size(self, operation: Operation) -> tuple[tuple[int, int], torch.Tensor | None]:
         """Return the (height, width) of patches that a linear layer takes, and the order of its inputs.
 
@@ -308,7 +346,7 @@ class Lowering:
         height, width); None where they lie so.
         """
         view = operation.inputs[0]
-        channels, height, width = self.image
+        channels, height, width = self.image[:3]
         pixels = counted(channels * height * width).view(1, channels, height, width)
         places = view.places()
         one = places[: len(places) // BATCH].reshape(-1, places.shape[-1])
@@ -337,7 +375,7 @@ class Lowering:
         for operation in self.captured.operations:
             if operation.kind in ACTIVATIONS:
                 self.lower_activation(operation)
-            elif operation.kind not in ("images", "join", "unrotate", "rotary"):
+            elif operation.kind not in ("images", "embedding", "join", "unrotate", "rotary"):
                 getattr(self, f"lower_{operation.kind}")(operation)
         ends = {output.name: self.arranged(output, self.lower_output(output)) for output in self.captured.outputs}
         return IntegerNetwork(self.nodes, self.modules, self.image, self.recipe, ends)
@@ -346,11 +384,23 @@ class Lowering:
         kinds = self.kinds_behind(operation)
         if kinds <= {"attention", "rotary"} and operation.inputs[0].source.kind == "linear":
             return  # of query or key, which attention takes
+        if self.is_branch(operation):
+            return  # which the sum adds
         if kinds & {"norm", "add"}:
-            if kinds - {"norm", "add", "mean", "output"}:
-                raise _refuse(operation, "it is both a residual stream and what a linear layer takes")
             self.stream_norm(operation)
         # else where it is used: linear layers, means and outputs choose its grid
+
+    def is_branch(self, operation: Operation) -> bool:
+        """Tell whether an operation is a normalisation between a linear layer and the sum of a residual connection."""
+        if operation.kind != "norm" or [user.kind for user, _ in self.users[id(operation)]] != ["add"]:
+            return False
+        linear = operation.inputs[0].source
+        return (
+            self.kinds_behind(operation) == {"add"}
+            and linear.kind == "linear"
+            and linear.inputs[0].source.kind != "images"
+            and len(self.users[id(linear)]) == 1
+        )
 
     def first(self, node: str, tokens: torch.Tensor, user: Operation) -> str:
         """Add a node that takes the first tokens of another's output."""
@@ -364,7 +414,7 @@ class Lowering:
         """Add a normalisation whose output is the residual stream."""
         stream, rows = self.stream(operation.inputs[0], operation.seen[0], operation)
         gather = None if rows.is_whole else rows.table
-        module = _norm_module(operation.channels, "int16", gather)
+        module = _norm_module(operation, "int16", gather)
         group = self.group()
         name = self.add(operation.name or "norm", module, stream.node)
         self.streams[(id(operation),)] = self.begin(name, _whole(operation), group)
@@ -373,9 +423,11 @@ class Lowering:
         self.fillers.append(lambda ranges: cv.finish_norm(module, float_norm, stream.group.unit, group.unit))
 
     def norm_before(
-        self, rows: Rows, user: Operation, dtype: str, *, single: bool = False, suffix: str = ""
+        self, rows: Rows, user: Operation, dtype: str, *, single: bool = False, suffix: str = "", residual: Sequence[str] = ()
     ) -> tuple[str, LayerNorm, Any, Group]:
-        """Add the normalisation whose rows a linear layer (or a mean, or the output) takes, in the order it takes them.
+        """Add the normalisation whose rows a linear layer (or a mean, a sum, or the output) takes, in the order it takes them.
+
+        A sum's residual is the second input.
 
         Returns:
             name of the node, the module, the float normalisation with what is multiplied and added behind it, the group of
@@ -396,8 +448,8 @@ class Lowering:
         if rows.table.shape[1] > 1:
             raise _refuse(user, "tokens are merged behind a normalisation")
         gather = None if torch.equal(table, counted(stream.rows)[:, None]) else table
-        module = _norm_module(operation.channels, dtype, gather, single and not stream.is_flat)
-        name = self.add((operation.name or "norm") + suffix, module, stream.node)
+        module = _norm_module(operation, dtype, gather, single and not stream.is_flat)
+        name = self.add((operation.name or "norm") + suffix, module, stream.node, *residual)
         term = None
         if rows.term is not None:
             if not bool((rows.term == rows.term[:1]).all()):
@@ -450,12 +502,21 @@ class Lowering:
                 return ranges[seen].on(self.grids[name]), ranges[seen].mean
 
             return name, fill
-        if rows.table.shape != (1, 1) or not single:
-            raise _refuse(user, f"it takes what {source.kind} of {source.name or 'the model'} computes, not a normalisation")
-        # one token of the residual stream, whose mean is itself
         stream, there = self.stream(rows.view, seen, user)
-        module = Mean(1, stream.channels, "int8", int(there.table[0, 0]))
-        name = self.add(f"{stream.node}_token", module, stream.node)
+        module: Mean | Narrow
+        if rows.table.shape == (1, 1) and single:
+            # one token of the residual stream, whose mean is itself
+            module = Mean(1, stream.channels, "int8", int(there.table[0, 0]))
+            name = self.add(f"{stream.node}_token", module, stream.node)
+        else:
+            if bool((there.table < 0).any()):
+                raise _refuse(user, "some tokens that it takes are constants")
+            gather = None if torch.equal(there.table, counted(stream.rows)[:, None]) else there.table
+            module = Narrow(stream.channels * there.table.shape[1], None if gather is None else gather.shape)
+            if gather is not None and module.gather is not None:
+                module.gather.copy_(gather)
+            name = self.add(f"{user.name or stream.node}_input", module, stream.node)
+            self.references[name] = rows.view, None
         self.twins[name] = FloatTwin()
 
         def fill_token(ranges: Ranges) -> tuple[Grid, torch.Tensor]:
@@ -596,7 +657,7 @@ class Lowering:
                   for kind in self.kinds_behind(user)}  # fmt: skip
         if kinds <= {"norm", "attention", "rotary"} and behind and behind <= {"attention", "rotary"}:
             return
-        if not kinds <= {"norm", "add", "output"}:
+        if not kinds <= {"norm", "add", "linear", "output"} or kinds == {"linear"}:
             raise _refuse(operation, f"it stands before {', '.join(sorted(kinds)) or 'nothing'}")
         self.begin_stream(operation)
 
@@ -617,13 +678,20 @@ class Lowering:
         self.fillers.append(fill)
 
     def lower_add(self, operation: Operation) -> None:
-        """A residual connection: a linear layer that adds to the stream."""
+        """A residual connection: a linear layer that adds to the stream, or a normalisation behind one."""
         branches = [place for place in (0, 1) if operation.inputs[place].source.kind == "linear"
                     and self.kinds_behind(operation.inputs[place].source) == {"add"}
                     and (id(operation.inputs[place].source),) not in self.streams
                     and operation.inputs[place].source.inputs[0].source.kind != "images"]  # fmt: skip
         if self.kinds_behind(operation) == {"output"} and len(branches) == 2 and operation.rows == BATCH:
             return  # two heads, of which the output is the sum
+        norms = [place for place in (0, 1) if self.is_branch(operation.inputs[place].source)]
+        if norms:
+            if branches:
+                # the layer begins a stream, to which the normalisation adds
+                self.begin_stream(operation.inputs[branches[0]].source)
+            self.add_norm(operation, norms[-1])
+            return
         if not branches:
             raise _refuse(operation, "neither side is a linear layer")
         place = branches[-1]
@@ -653,6 +721,20 @@ class Lowering:
             cv.fill_linear(module, matrix.make(), bias, *grid_of(ranges), stream.group.unit)
 
         self.fillers.append(fill)
+
+    def add_norm(self, operation: Operation, place: int) -> None:
+        """A residual connection to which a normalisation behind a linear layer adds."""
+        stream, old = self.stream(operation.inputs[1 - place], operation.seen[1 - place], operation)
+        if not bool((old.table.diff(dim=0) > 0).all()):
+            raise _refuse(operation, "tokens of the residual stream are rearranged before the sum")
+        residual = stream.node
+        if len(old.table) != stream.rows:
+            residual = self.first(stream.node, old.table[:, 0], operation)
+        rows = rows_of(operation.inputs[place], operation)
+        node, module, float_norm, group = self.norm_before(rows, operation, "int16", residual=[residual])
+        self.streams[(id(operation),)] = self.begin(node, _whole(operation), stream.group)
+        self.see(stream.group, operation.node)
+        self.fillers.append(lambda ranges: cv.finish_norm(module, float_norm, group.unit, stream.group.unit))
 
     # --- attention --------------------------------------------------------------------------------------------
 
@@ -710,10 +792,15 @@ class Lowering:
             # in a unit each, for the normalisations; values need none
             layers = [Linear(matrix.shape[1], 2 * heads * width, "int16"), Linear(matrix.shape[1], heads * width, "int8")]
             both = self.add(f"{prefix}.qk", layers[0], source)
-            norms = [LayerNorm(width, "int8", part=(number * heads * width, heads)) for number in range(2)]
+            norms = [
+                _norm_kind(part.norm)(width, "int8", part=(number * heads * width, heads))
+                for number, part in enumerate(with_norms)
+            ]
             names = []
-            for part, each in zip(with_norms, norms, strict=True):
-                names.append(self.add((part.norm and part.norm.name) or f"{prefix}.norm", each, both))
+            for letter, part, each in zip("qk", with_norms, norms, strict=True):
+                # a norm that is spelled out has the attention's name
+                own = part.norm.name if part.norm is not None and part.norm.name != operation.name else ""
+                names.append(self.add(own or f"{prefix}.{letter}_norm", each, both))
             names.append(self.add(f"{prefix}.v", layers[1], source))
         else:
             layers = [Linear(matrix.shape[1], matrix.shape[0], "int8")]
@@ -727,7 +814,8 @@ class Lowering:
             self.values[id(operation)] = node
         self.references[node] = _whole(operation), None
         float_mask = None if mask is None or shape is None else mask.expand(shape)
-        self.twins[node] = FloatTwin(mask=float_mask, query=None if operation.query is None else operation.query[None])
+        self.twins[node] = FloatTwin(mask=float_mask, query=None if operation.query is None else operation.query[None],
+                                     head_scale=operation.head_scale)  # fmt: skip
         if turned is None:
             linears = [both, names[-1]] if with_norms else names
             for made, rows_made in self.split_rows(linears, layers):
@@ -778,7 +866,7 @@ class Lowering:
             if constant is not None and module.query is not None:
                 values8 = (constant / grids.query_step[:, None]).round().clamp(-127, 127)
                 module.query.copy_(values8.to(torch.int8)[None])
-            grids.fill(module)
+            grids.fill(module, operation.head_scale)
             weight_behind = None if after is None else after.make()
             self.grids[node] = cv.fill_output(module, ranges[projection.seen[0]], values[1], weight_behind)
             if fill_stream is not None:
@@ -1088,7 +1176,7 @@ class Lowering:
         """
         self.mean, self.deviation = mean, deviation
         for group in self.groups:
-            group.unit = cv.unit_of(*(ranges[node] for node in group.seen))
+            group.unit = max(cv.unit_of(*(ranges[node] for node in group.seen)), group.most / 32767)
         for fill in self.fillers:
             fill(ranges)
         numbers = {name: stream.unit for name, (_, stream) in self.references.items() if stream is not None}
@@ -1143,8 +1231,12 @@ class Part:
         return made.low[self.columns], made.high[self.columns]
 
 
-def _norm_module(channels: int, dtype: str, gather: torch.Tensor | None, single: bool = False) -> LayerNorm:
-    module = LayerNorm(channels, dtype, None if gather is None else gather.shape, single)
+def _norm_kind(operation: Operation | None) -> type[LayerNorm]:
+    return LayerNorm if operation is None or operation.centred else RmsNorm
+
+
+def _norm_module(operation: Operation, dtype: str, gather: torch.Tensor | None, single: bool = False) -> LayerNorm:
+    module = _norm_kind(operation)(operation.channels, dtype, None if gather is None else gather.shape, single)
     if gather is not None and module.gather is not None:
         module.gather.copy_(gather)
     return module

@@ -17,9 +17,9 @@ from ..specification.recipe import Recipe, resolve_recipe
 from .calibration import Calibration, check_method, progress_bar
 from .capture import BATCH, capture, drop_unread_rows
 from .checks import check_captured, check_rotated, is_constant, judge
-from .execution import check_images
 from .float_parts import kept_nodes, with_float_parts
 from .graph import IntegerNetwork
+from .inputs import check_input
 from .outputs import OutputsOf
 from .patterns import Lowering
 from .rotation import rotate_streams
@@ -76,7 +76,19 @@ def find_statistics(
 
 
 def _images_of(batch: Any, of_images: Callable[[Sequence[Any]], torch.Tensor]) -> Any:
-    """Return the images of a batch as data loaders give it; ``of_images`` turns images of PIL into a tensor."""
+    """Return the images, or the ids of tokens, of a batch as data loaders and tokenisers give it.
+
+    ``of_images`` turns images of PIL into a tensor.
+    """
+    if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor):
+        for name, usual in (("attention_mask", 1), ("token_type_ids", 0)):
+            more = batch.get(name)
+            if isinstance(more, torch.Tensor) and bool((more != usual).any()):
+                raise ValueError(
+                    f"{name} must be {usual} everywhere: an integer network takes texts of one length without padding, and one "
+                    "segment"
+                )
+        return batch["input_ids"]
     if isinstance(batch, Mapping):
         found = [x for x in batch.values() if isinstance(x, torch.Tensor) and x.dtype == torch.uint8 and x.dim() == 4]
         if len(found) != 1:
@@ -106,7 +118,7 @@ def _described(x: Any) -> str:
 
 
 def _stream(batches: Iterable[Any], device: torch.device, model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the images of batches that hold any, on a device; all have the size of the first.
+    """Yield the images, or ids of tokens, of batches that hold any, on a device; all have the size of the first.
 
     Raises:
         TypeError, ValueError: they are something else; the message names it.
@@ -128,8 +140,11 @@ def _stream(batches: Iterable[Any], device: torch.device, model: nn.Module) -> I
     for batch in batches:
         images = _images_of(batch, of_images)
         if size is None:
-            size = tuple(images.shape[1:]) if isinstance(images, torch.Tensor) and images.dim() == 4 else (3, 0, 0)
-        check_images(images, size[0], (size[1], size[2]))
+            known = isinstance(images, torch.Tensor) and images.dim() == 4
+            size = tuple(images.shape[1:]) if known else (3, 0, 0)
+            if isinstance(images, torch.Tensor) and images.dim() == 2 and images.dtype in (torch.int32, torch.int64):
+                size = images.shape[1], 0
+        check_input(images, size)
         if len(images):
             yield images.to(device)
 
@@ -169,6 +184,16 @@ class Normalise:
         return (images.to(torch.float32) / 255 - self.mean) / self.std
 
 
+class Preparation:
+    """Turns what a network takes into what the float model takes: images as :class:`Normalise` does, ids as they are."""
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float], device: torch.device) -> None:
+        self.normalise, self.device = Normalise(mean, std, device), device
+
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return x.to(self.device) if x.dim() == 2 else self.normalise(x.to(self.device)).to(dtype)
+
+
 class _Variety:
     """Whether images differ, and show anything."""
 
@@ -181,7 +206,7 @@ class _Variety:
             self.first = images[:1].clone()
         self.count += len(images)
         self.differ = self.differ or bool((images != self.first).any())
-        self.show = self.show or bool((images != images[:, :, :1, :1]).any())
+        self.show = self.show or images.dim() == 2 or bool((images != images[:, :, :1, :1]).any())
 
     def check(self) -> None:
         """Require images that differ and show something.
@@ -229,7 +254,8 @@ def quantize_model(
             channels, height, width), 0 to 255, or a tuple that begins with them, or a dictionary with them as its only such
             tensor (``pixel_values``). Images of PIL are taken, too, one or a list in the place of the tensor: a model of timm
             has them resized and cropped as its ``pretrained_cfg`` says, other models need them of one size
-            (:func:`qflash.image_transform`). 32 to 64 images are enough; they have to differ.
+            (:func:`qflash.image_transform`). Of a text encoder: ids, int32 or int64 (batch, tokens), or a tokeniser's
+            dictionary without padding. 32 to 64 images are enough; they have to differ.
         recipe: of attention (exponential, probabilities, row sum); scales are static whatever it says of granularity.
         method: how a channel's range is found: ``"minmax"``, ``"percentile"`` or ``"mse"``. Vision transformers have a few
             massive activations that carry the result: clipping them, as the last two do, mostly costs accuracy.
@@ -264,13 +290,16 @@ def quantize_model(
     parameter = next(model.parameters())
     stream = _stream(calibration_batches, parameter.device, model)
     judged, begun, held_out = _begin(stream)
-    channels, height, width = judged.shape[1:]
-    image = (channels, height, width)
-    means, deviations = find_statistics(model, image[0], mean, std)
-    normalise = Normalise(means, deviations, parameter.device)
-    captured = capture(model, normalise(judged[:1].repeat(BATCH, 1, 1, 1)).to(parameter.dtype), outputs)
+    image, means, deviations = tuple(judged.shape[1:]), [0.0], [1.0]
+    if judged.dim() == 4:
+        means, deviations = find_statistics(model, image[0], mean, std)
+    prepare = Preparation(means, deviations, parameter.device)
+    captured = capture(model, prepare(judged[:1].repeat(BATCH, *[1] * len(image)), parameter.dtype), outputs)
+    if judged.dim() == 2:
+        tables = [x.weight for x in captured.operations if x.kind == "embedding" and x.weight is not None]
+        image = image[0], min(map(len, tables), default=1)
     # of a float64 model in its own type
-    exact = normalise(judged).to(torch.promote_types(parameter.dtype, torch.float32))
+    exact = prepare(judged, torch.promote_types(parameter.dtype, torch.float32))
     variety = _Variety()
     with torch.no_grad():
         wanted = check_captured(captured, model, exact)
@@ -285,7 +314,7 @@ def quantize_model(
                 variety.add(images)
                 # one at a time: a float product of another number of rows may round otherwise
                 for one in images:
-                    calibration.run(normalise(one[None]).to(parameter.dtype))
+                    calibration.run(prepare(one[None], parameter.dtype))
                     tick(1)
     variety.check()
     for name, want in wanted.items():

@@ -1,9 +1,10 @@
 """The residual stream in rotated channels: :func:`rotate_streams`.
 
 A few massive activations make a stream's unit coarse, and where they lie differs from image to image. So channels are mixed by
-an orthogonal matrix Q with Q 1 = 1: ``h' = Q h``. A layer normalisation stays one, since Q keeps the mean and the deviation of
-a row; its weight and bias go into what reads it. Layers that write or read the stream take Q into their weights. Only an
-output that is the stream, or a normalisation of it, has to be rotated back.
+an orthogonal matrix Q with Q 1 = 1: ``h' = Q h``. A normalisation stays one, since Q keeps the mean, the deviation and the root
+mean square of a row; its weight and bias go into what reads it. Layers that write or read the stream take Q into their weights.
+Only an output that is the stream, or a normalisation of it, has to be rotated back. A stream that normalisations write stays as
+it is: their weights, which differ from channel to channel, cannot take Q in.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx, nn
 
-from .capture import Captured, Operation, Output, View, call_behind, counted
+from .capture import Captured, Operation, Output, View, call_behind, counted, rms_norm
 from .matrix import Matrix
 
 MOST_MIXED = 64
@@ -207,6 +208,8 @@ class _Stream:
     def _write(self, member: Operation) -> None:
         """Plan that an operation computes rotated channels."""
         _require(member.kind in ("linear", "add", "mean") and member.channels == self.members[0].channels)
+        # the mean of a normalisation is no stream
+        _require(member.kind != "mean" or member.inputs[0].source in self.members)
         users = self.users[id(member)]
         views = [user.inputs[place] for user, place in users]
         views += [output.view for output in self.captured.outputs if output.view.source is member]
@@ -283,9 +286,10 @@ class _Stream:
 
         def normalise() -> None:
             (seen,), epsilon, rotation = norm.seen, norm.epsilon, self.rotation
+            normalised = nn.functional.layer_norm if norm.centred else rms_norm
             norm.seen = [self._rotated(seen)]
             copies[norm.node] = call_behind(
-                norm.node, "normalised", lambda x: rotation(nn.functional.layer_norm(x, x.shape[-1:], eps=epsilon)), seen
+                norm.node, "normalised", lambda x: rotation(normalised(x, x.shape[-1:], eps=epsilon)), seen
             )
             norm.node = copies[norm.node]
             norm.weight = norm.bias = None

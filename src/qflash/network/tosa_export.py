@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from ..scalars import unboxed
 from .export_checks import check_attention, check_path
 from .graph import IntegerNetwork, check_integer
-from .onnx_check import INPUT, output_names
+from .inputs import input_shape, takes_ids
+from .onnx_check import IDS, INPUT, output_names
 
 
 def export_tosa(network: IntegerNetwork, path: str | os.PathLike[str], *, batch: int = 1) -> dict[str, Mapping[str, int]]:
@@ -53,7 +54,9 @@ def export_tosa(network: IntegerNetwork, path: str | os.PathLike[str], *, batch:
     from .tosa_operators import whole_network
 
     graph = Graph()
-    found = whole_network(graph, network, graph.input(INPUT, np.int8, (batch, *network.image)))
+    ids = takes_ids(network.image)
+    given = graph.input(IDS if ids else INPUT, np.int32 if ids else np.int8, (batch, *input_shape(network.image)))
+    found = whole_network(graph, network, given)
     shapes = network.shapes()
     for (name, value), public in zip(found.items(), output_names(network), strict=True):
         made = network.outputs[name]

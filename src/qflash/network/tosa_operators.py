@@ -155,13 +155,15 @@ def _variance(graph: Graph, e: Value, epsilon: int) -> tuple[Value, Value]:
     return high, graph.bit_and(low, (1 << _LOW) - 1)
 
 
-def _normalise(graph: Graph, h: Value, epsilon: int) -> Value:
+def _normalise(graph: Graph, h: Value, epsilon: int, centred: bool) -> Value:
     """Write :func:`.layers.normalise`."""
     channels = h.shape[-1]
     by = op.row_constants(channels)
-    total = graph.reduce_sum(h, len(h.shape) - 1)
-    middle = graph.multiply(total, by.inverse, by.bits)
-    high, low = _variance(graph, graph.subtract(graph.shift_left(h, 2), middle), epsilon)
+    four = graph.shift_left(h, 2)
+    if centred:
+        total = graph.reduce_sum(h, len(h.shape) - 1)
+        four = graph.subtract(four, graph.multiply(total, by.inverse, by.bits))
+    high, low = _variance(graph, four, epsilon)
 
     # below 2**30 both limbs fit one; the leading zeros of what is left say the shift
     large = graph.greater(high, (1 << 12) - 1)
@@ -175,20 +177,26 @@ def _normalise(graph: Graph, h: Value, epsilon: int) -> Value:
         v = graph.maximum(v, 1 << 28)
     factor = graph.multiply(_inverse_root(graph, v), by.root, 30)
 
-    difference = graph.subtract(graph.multiply(h, channels), total)
+    difference = graph.multiply(h, channels)
+    if centred:
+        difference = graph.subtract(difference, total)
     left = graph.add(half, graph.select(large, 3 - by.shift, 12 - by.shift))
     one = graph.constant(np.ones((1,) * len(h.shape)), np.int32)
     scaled = graph.multiply(difference, graph.shift_left(one, left), 5)
     return graph.multiply(scaled, factor, 32)
 
 
-def layer_norm(graph: Graph, module: LayerNorm, h: Value) -> Value:
-    """Write a :class:`.modules.LayerNorm`; h is int32 of int16's range."""
+def layer_norm(graph: Graph, module: LayerNorm, h: Value, residual: Value | None = None) -> Value:
+    """Write a :class:`.modules.LayerNorm`; h and the residual are int32 of int16's range."""
     gain, offset = _wide(module.gain), _wide(module.offset)
-    wide = graph.add(graph.multiply(_normalise(graph, h, module.epsilon), gain, 28), offset)
+    wide = graph.add(graph.multiply(_normalise(graph, h, module.epsilon, module.centred), gain, 28), offset)
     # |N| <= sqrt(channels) in 1 / 2**20, and its rounding
     most = (math.isqrt(gain.size << 40) + 4096) * int(np.abs(gain).max()) >> 28
-    return _saturated(graph, wide, module.dtype, most + 1 + int(np.abs(offset).max()), module.shift)
+    most += 1 + int(np.abs(offset).max())
+    if residual is None:
+        return _saturated(graph, wide, module.dtype, most, module.shift)
+    wide = graph.add(graph.shift_right(wide, module.shift, rounded=True), residual)
+    return _saturated(graph, wide, module.dtype, (most >> module.shift) + (1 << 16))
 
 
 def mean(graph: Graph, module: Mean, x: Value) -> Value:
@@ -349,7 +357,7 @@ def _embed(graph: Graph, module: PatchEmbedding, images: Value) -> Value:
     return graph.concat([prefix, h], 2)
 
 
-def _norm(graph: Graph, module: LayerNorm, h: Value) -> Value:
+def _norm(graph: Graph, module: LayerNorm, h: Value, *residual: Value) -> Value:
     """Write a :class:`.modules.LayerNorm` with the tokens that it takes."""
     batch, channels = h.shape[0], module.gain.numel()
     if module.part is not None:
@@ -359,7 +367,7 @@ def _norm(graph: Graph, module: LayerNorm, h: Value) -> Value:
         order = _array(module.gather)
         rows = 1 if module.single else len(order)
         h = graph.reshape(graph.take(h, order), batch, 1, rows, channels)
-    return layer_norm(graph, module, h)
+    return layer_norm(graph, module, h, *residual)
 
 
 def node(graph: Graph, module: Any, inputs: Sequence[Value], batch: int) -> Value:
@@ -377,7 +385,7 @@ def node(graph: Graph, module: Any, inputs: Sequence[Value], batch: int) -> Valu
     if isinstance(module, PatchEmbedding):
         return _embed(graph, module, x)
     if isinstance(module, LayerNorm):
-        return _norm(graph, module, x)
+        return _norm(graph, module, x, *inputs[1:])
     if isinstance(module, Linear):
         if module.scatter is not None:
             x = graph.take(x, _array(module.scatter.argsort()))

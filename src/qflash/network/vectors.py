@@ -25,10 +25,11 @@ from ..specification.quantization import QuantizedTensor
 from ..specification.recipe import Recipe
 from ..specification.reference import ARITHMETIC_VERSION
 from ..specification.rotary import rotary
-from . import execution, storage
+from . import storage
 from .graph import IMAGES, IntegerNetwork, check_integer
+from .inputs import check_input, takes_ids
 from .modules import DTYPES
-from .onnx_check import self_test_images
+from .onnx_check import self_test_ids, self_test_images
 
 FORMATS = ("hex", "npy", "c")
 """What files hold tensors: ``$readmemh``, NumPy's, a C header."""
@@ -155,6 +156,16 @@ def _rotary(_: dict[str, Any], x: Tensors) -> torch.Tensor:
     return rotary(x["x"], x["turns"], x["offset"], x["multiplier"])
 
 
+def _norm(p: dict[str, Any], x: Tensors) -> torch.Tensor:
+    constants = p["epsilon"], x["gain"], x["offset"], p["shift"], None, x.get("residual"), p["centred"]
+    return torch.ops.qflash.integer_norm(x["h"], *constants, DTYPES[p["output"]], "reference")
+
+
+def _narrow(p: dict[str, Any], x: Tensors) -> torch.Tensor:
+    constants = x["multiplier"], p["left"], x["offset"], None
+    return torch.ops.qflash.integer_narrow(x["h"], *constants, DTYPES[p["output"]], "reference")
+
+
 def _mean(p: dict[str, Any], x: Tensors) -> torch.Tensor:
     return op.token_mean(x["h"], x["multiplier"], p["left"], x["offset"], DTYPES[p["output"]])
 
@@ -174,6 +185,8 @@ _TRACED: dict[str, tuple[str, Callable[[dict[str, Any], Tensors], torch.Tensor]]
     "layer_norm": ("output", _layer_norm),
     "head_norm": ("output", _head_norm),
     "rotary": ("output", _rotary),
+    "norm": ("output", _norm),
+    "narrow": ("output", _narrow),
     "normalise": ("N", lambda p, x: op.normalise(x["h"], p["epsilon"]).to(torch.int32)),
     "mean": ("output", _mean),
     "patch_merging": ("output", _patch_merging),
@@ -306,12 +319,12 @@ def _network_cases(
 
 def _images(path: Path | None, network: IntegerNetwork) -> torch.Tensor:
     if path is None:
-        return self_test_images(1, *network.image)
+        return (self_test_ids if takes_ids(network.image) else self_test_images)(1, *network.image)
     try:
         images = torch.from_numpy(np.load(path, allow_pickle=False))
     except (ValueError, TypeError, EOFError) as error:
-        raise ValueError(f"images must be a .npy file of uint8, {path} is not: {error}") from error
-    execution.check_images(images, network.image[0], network.image[1:])
+        raise ValueError(f"images must be a .npy file of uint8, or of ids of tokens, {path} is not: {error}") from error
+    check_input(images, network.image)
     return images
 
 
@@ -420,8 +433,8 @@ def write_vectors(
         source: a file of golden vectors, or of an integer network.
         output: a folder, new or empty.
         cases: patterns of names with ``*``, ``?`` and ``[]``; none: all.
-        images: of a network: a ``.npy`` file, uint8 (count, channels, height, width). None: one image of the formula of
-            docs/onnx.md.
+        images: of a network: a ``.npy`` file, uint8 (count, channels, height, width), or ids (count, tokens). None: one image,
+            or text, of the formula of docs/onnx.md.
         trace: with every step that the documents name, computed by the reference with all declared bounds required.
         formats: of :data:`FORMATS`, at least one.
 

@@ -7,9 +7,8 @@ network is quantised (:mod:`qflash.network.conversion`); from then on there is n
 A product of two numbers of 32 bits is always ``mul(a, b, n) = (a b + 2**(n - 1)) >> n``,
 :func:`.fixed_point.multiply_round`.
 
-Bounds, with K the inputs of a linear layer, C the channels of a normalisation, T the tokens of a pool:
-
-===============================  =========================  ============================================="""
+The bound of every quantity stands where it is computed, in a ``check``; :mod:`qflash_lab.verify.bounds` proves them.
+"""
 
 from __future__ import annotations
 
@@ -236,21 +235,30 @@ def row_constants(channels: int) -> RowConstants:
     return RowConstants(((8 << bits) // channels + 1) >> 1, bits, root, shift)
 
 
-def normalise(h: torch.Tensor, epsilon: int, check: Checker = _UNCHECKED) -> torch.Tensor:
+def most_normalised(centred: bool) -> int:
+    """Return the largest N of :func:`normalise`: of 4096 channels one may be 64 times their root mean square, and x rounds."""
+    return (1 << 26) + (0 if centred else 4)
+
+
+def normalise(h: torch.Tensor, epsilon: int, check: Checker = _UNCHECKED, *, centred: bool = True) -> torch.Tensor:
     """Take mean and deviation out of rows: int64 (..., channels) with 20 fraction bits.
+
+    Without ``centred`` the mean stays, and rows are divided by their root mean square: S and m are 0, all else is the same.
 
     The variance is that about a quarter of a whole number, ``m / 4``, next to the mean: it is at most 1/64 too large, and a
     sum of squares of 19 bits, which needs no number of 64 bits.
 
     Args:
         h: int16 (..., channels), at most 4096 channels.
-        epsilon: E, ``[0, 2**46]``: what the network adds to the variance, times ``16 channels / (unit of h)**2``.
+        epsilon: E, ``[0, 2**46]``: what the network adds to the variance, times ``16 channels / (unit of h)**2``. Below 2**46
+            where the mean stays.
         check: for the bounds.
+        centred: whether the mean is taken out.
     """
     channels = h.shape[-1]
     by = row_constants(channels)
     h = check("h", h, *INT16).to(torch.int64)
-    total = check("S", h.sum(dim=-1, keepdim=True), -(1 << 27), 1 << 27)
+    total = check("S", h.sum(dim=-1, keepdim=True), -(1 << 27), 1 << 27) if centred else torch.zeros_like(h[..., :1])
     middle = check("m", multiply_round(total, by.inverse, by.bits), -(1 << 17), 1 << 17)
     variance = (4 * h - middle).square().sum(dim=-1, keepdim=True) + epsilon
     bits = bit_length(check("V", variance, 0, (1 << 47) - 1))
@@ -264,7 +272,7 @@ def normalise(h: torch.Tensor, epsilon: int, check: Checker = _UNCHECKED) -> tor
     # from 2**-5 to 2**25, and the result below 2**31
     left = 8 - half - by.shift
     scaled = check("d 2**l", multiply_round(difference, 1 << (left + 5), 5), *INT32)
-    return check("N", multiply_round(scaled, factor), -(1 << 26), 1 << 26)
+    return check("N", multiply_round(scaled, factor), -most_normalised(centred), most_normalised(centred))
 
 
 def layer_norm(
@@ -275,6 +283,9 @@ def layer_norm(
     shift: int,
     dtype: torch.dtype,
     check: Checker = _UNCHECKED,
+    *,
+    centred: bool = True,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Normalise rows and bring every channel to its own unit: ``mul(N, G, 28) + B``, shifted right, rounded and saturated.
 
@@ -286,9 +297,43 @@ def layer_norm(
         shift: 1 to 29.
         dtype: int8, int16 or int32.
         check: for the bounds.
+        centred: see :func:`normalise`.
+        residual: int16 (..., channels), added before saturation, or None.
     """
-    wide = check("mul(N, G, 28) + B", multiply_round(normalise(h, epsilon, check), gain, 28) + offset, *INT32)
-    return saturate(round_shift(wide, shift), dtype, check)
+    rows = normalise(h, epsilon, check, centred=centred)
+    out = round_shift(check("mul(N, G, 28) + B", multiply_round(rows, gain, 28) + offset, *INT32), shift)
+    return saturate(out if residual is None else add_residual(out, residual, check), dtype, check)
+
+
+def narrow(
+    h: torch.Tensor,
+    multiplier: torch.Tensor,
+    left: int,
+    offset: torch.Tensor,
+    dtype: torch.dtype = torch.int8,
+    check: Checker = _UNCHECKED,
+) -> torch.Tensor:
+    """Bring every channel to a unit and a zero point of its own: :func:`rescale`, saturated.
+
+    Args:
+        h: int16 (..., channels).
+        multiplier, left, offset: R, shift and b of :func:`rescale`, int32 (channels,).
+        dtype: int8, int16 or int32.
+        check: for the bound.
+    """
+    return saturate(rescale(h, left, offset, multiplier, check), dtype, check)
+
+
+def embed_tokens(ids: torch.Tensor, table: torch.Tensor, position: torch.Tensor | None) -> torch.Tensor:
+    """Return ``sat16(table[ids] + position)``, int16 (batch, tokens, channels).
+
+    Args:
+        ids: int32 or int64 (batch, tokens), below the table's rows.
+        table: int16 (vocabulary, channels).
+        position: int16 (tokens, channels), or None.
+    """
+    h = table.index_select(0, ids.flatten()).view(*ids.shape, table.shape[1])
+    return h if position is None else saturate(h.to(torch.int32) + position, torch.int16)
 
 
 def token_mean(

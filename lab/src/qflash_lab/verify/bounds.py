@@ -562,6 +562,34 @@ def walk_rotary(walk: Walk) -> None:
     walk("rotary", "mul(a cos - b sin + B, R, 32)", rounded_product(sums, Interval(0, op.INT32[1]), 32), "int32")
 
 
+def walk_rms_norm(walk: Walk) -> None:
+    """Normalisation without a mean, of every number of channels, and what a residual adds; the rest is as with a mean."""
+    int16, int32 = Interval(*op.INT16), Interval(*op.INT32)
+    furthest = widest = 0
+    for channels in range(1, op.MAX_CHANNELS + 1):
+        case, by = f"C = {channels}", op.row_constants(channels)
+        walk("norm", "C · h", int16 * channels, "int32", case)
+        p = walk("norm", "p = e >> 9", (int16 * 4) >> 9, "int32", case)
+        walk("norm", "Σ p²", Interval(0, p.magnitude**2) * channels, "int32", case)
+        variance = Interval(0, 16 * channels * int16.magnitude**2)
+        walk("norm", "V = Σ e² + E", variance + Interval(0, op.MAX_EPSILON - 1), "int48", case)
+        # one d² is at most C² V / 16; see :func:`walk_layer_norm`
+        square = channels**2 << (12 - 2 * by.shift)
+        furthest, widest = max(furthest, square), max(widest, square * by.root**2)
+    walk("norm", "d 2^l, rounded", around(math.isqrt(furthest << 30) + 1), "int32", "every C")
+    most = ((math.isqrt(widest) + 1) * ((1 << 44) + (1 << 18)) >> 62) + 2
+    assert most <= op.most_normalised(False)
+    n = walk("norm", "N", around(most), "int32", f"C = {op.MAX_CHANNELS}")
+    w = walk("norm", "mul(N, G, 28) + B", rounded_product(n, int32, 28) + around((1 << 30) - 1), "int32", "without a mean")
+    walk("norm", "with a residual", Interval((w.low + 1) >> 1, (w.high + 1) >> 1) + int16, "int32", "n = 1")
+
+
+def walk_narrow(walk: Walk) -> None:
+    """A residual stream in another unit; :meth:`qflash.network.operators.narrow.Narrow.check_values` has the bound."""
+    sums = walk("narrow", "(h << left) + b", Interval(*op.INT32), "int32", "every left")
+    walk("narrow", "mul(…, R, 32)", rounded_product(sums, Interval(0, op.INT32[1]), 32), "int32", "every left")
+
+
 def _inverse_root(v: Interval) -> dict[str, Interval]:
     """Return the quantities of :func:`qflash.specification.layers.inverse_root`."""
     found = {"v": v}
@@ -588,6 +616,8 @@ def walk_network() -> Walk:
     walk_gated(walk)
     walk_layer_norm(walk)
     walk_rotary(walk)
+    walk_rms_norm(walk)
+    walk_narrow(walk)
     return walk
 
 

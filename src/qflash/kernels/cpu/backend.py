@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -63,18 +62,35 @@ class CpuBackend(KernelBackend):
             return launch.launch_quantize_values(as_four(x), steps, middle).reshape(x.shape)
         return super().quantize_with_scale(x, scale, center)
 
-    def _linear(
+    def linear(
         self,
         x: torch.Tensor,
         layer: LinearIntegers,
-        dtype: torch.dtype,
-        residual: torch.Tensor | None,
-        activation: Activation | None,
+        out_dtype: torch.dtype,
+        residual: torch.Tensor | None = None,
+        activation: Activation | None = None,
+        scatter: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return network.launch_linear(x, layer, dtype, residual, activation)
+        if scatter is None:
+            return network.launch_linear(x, layer, out_dtype, residual, activation)
+        # row i of the output is that of the token which goes there
+        order = scatter.argsort().to(torch.int32)
+        return network.launch_linear(network.gather_rows(x, order), layer, out_dtype, residual, activation)
 
-    def _layer_norm(self, h: torch.Tensor, *constants: Any) -> torch.Tensor:
-        return network.launch_layer_norm(h, *constants)
+    def layer_norm(
+        self, h: torch.Tensor, epsilon: int, gain: torch.Tensor, offset: torch.Tensor, shift: int, out_dtype: torch.dtype,
+        gather: torch.Tensor | None = None, *, centred: bool = True, residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        h = network.gather_tokens(h, gather)
+        return network.launch_layer_norm(h, epsilon, gain, offset, shift, out_dtype, centred=centred, residual=residual)
 
+    def narrow(
+        self, h: torch.Tensor, multiplier: torch.Tensor, left: int, offset: torch.Tensor, out_dtype: torch.dtype,
+        gather: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        return network.launch_narrow(network.gather_tokens(h, gather), multiplier, left, offset, out_dtype)
+
+    mean = staticmethod(network.launch_mean)
+    embed = staticmethod(network.launch_embedding)
     gated = staticmethod(network.launch_gated)
     rotary = staticmethod(network.launch_rotary)

@@ -25,7 +25,8 @@ import signal
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 
 import torch
 
@@ -41,7 +42,8 @@ _SOURCES = ("attention.c", "network.c")
 _HEADERS = ("products.h",)
 _FUNCTIONS = {
     "attention": 1, "attention_at": 11, "quantize": 1, "bias": 3, "seen": 3, "float_attention": 7, "varlen_attention": 4,
-    "linear": 1, "layer_norm": 1,
+    "linear": 1, "layer_norm": 1, "pack": 1, "packed_bytes": 1, "mean": 1, "patches": 1, "move_rows": 1, "gated": 1,
+    "rotary": 1, "narrow": 1, "run": 2,
 }  # fmt: skip
 """Functions of the library, and how many addresses each takes."""
 # no contraction: a product that is rounded in the reference is rounded
@@ -167,6 +169,7 @@ def _open(path: pathlib.Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     for function, arguments in _FUNCTIONS.items():
         getattr(library, f"qflash_{function}").argtypes = [ctypes.c_void_p] * arguments
+    library.qflash_packed_bytes.restype = ctypes.c_int64
     return library
 
 
@@ -212,6 +215,57 @@ def arguments_type(pointers: tuple[str, ...], integers: int) -> type[ctypes.Stru
     """Return the type of a C function's arguments: pointers by their names, then integers."""
     fields = [*((name, ctypes.c_void_p) for name in pointers), ("integers", ctypes.c_int64 * integers)]
     return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of a function of C.
+
+    Attributes:
+        function: its name, without ``qflash_``.
+        arguments: of :func:`arguments_type`.
+        tensors: whose addresses the pointers are, in their order; None for NULL.
+    """
+
+    function: str
+    arguments: ctypes.Structure
+    tensors: tuple[torch.Tensor | None, ...]
+
+
+_calls: ContextVar[list[Call] | None] = ContextVar("_calls", default=None)
+
+
+@contextlib.contextmanager
+def noted_calls() -> Iterator[list[Call]]:
+    """Note the calls that a block makes by :func:`run_call`; yields the list of them."""
+    calls: list[Call] = []
+    token = _calls.set(calls)
+    try:
+        yield calls
+    finally:
+        _calls.reset(token)
+
+
+def run_call(
+    function: str, arguments: Callable[..., ctypes.Structure], tensors: Sequence[torch.Tensor | None], integers: Sequence[int],
+    purpose: str = "",
+) -> None:  # fmt: skip
+    """Call a function of C that returns whether memory ran out.
+
+    Args:
+        function: its name, without ``qflash_``.
+        arguments: the type of its arguments.
+        tensors: whose addresses the pointers are, in their order; None for NULL.
+        integers: behind them.
+        purpose: of the memory, for the message.
+
+    Raises:
+        MemoryError: it ran out.
+    """
+    given = arguments(*(0 if x is None else x.data_ptr() for x in tensors), tuple(integers))
+    if (calls := _calls.get()) is not None:
+        calls.append(Call(function, given, tuple(tensors)))
+    check_memory(getattr(load(), f"qflash_{function}")(ctypes.byref(given)), purpose)
 
 
 _POINTERS = ("q", "k", "v", "qs", "ks", "vs", "os", "offset", "mask", "out")
@@ -323,17 +377,13 @@ def launch_seen(mask: torch.Tensor, key_heads: int) -> torch.Tensor:
     return seen
 
 
-def _attention(call: AttentionCall, out: torch.Tensor) -> ctypes.Structure:
-    """Spell out a call of C; ``out`` is int8 or float32, its channels neighbours."""
+def _attention_arguments(call: AttentionCall, out: torch.Tensor) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, ...]]:
+    """Spell out a call of C: tensors and integers. ``out`` is int8 or float32, its channels neighbours."""
     query, key, value, mask, recipe, scales = call.query, call.key, call.value, call.mask, call.recipe, call.scales
     assert scales is not None and scales.query is not None
     given = scales.value if scales.output is None else scales.output
     offset = scales.offset
-    pointers = (
-        query.data_ptr(), key.data_ptr(), value.data_ptr(), scales.query.data_ptr(), scales.key.data_ptr(),
-        scales.value.data_ptr(), given.data_ptr(), 0 if offset is None else offset.data_ptr(),
-        0 if mask is None else mask.data_ptr(), out.data_ptr(),
-    )  # fmt: skip
+    tensors = query, key, value, scales.query, scales.key, scales.value, given, offset, mask, out
     start, up, down = fp.probability_constants(recipe.exponential, recipe.probability_bits)
     integers = (
         call.batch, call.heads, key.shape[1], call.queries, call.keys, call.head_dim, call.value_dim,
@@ -350,7 +400,13 @@ def _attention(call: AttentionCall, out: torch.Tensor) -> ctypes.Structure:
         call.exact_sum, fp.inverse_count(max(1, call.keys)),
         threads_for(call.batch * call.heads * call.queries * call.keys * (call.head_dim + call.value_dim)),
     )  # fmt: skip
-    return _Attention(*pointers, integers)
+    return tensors, integers
+
+
+def _attention(call: AttentionCall, out: torch.Tensor) -> ctypes.Structure:
+    """Spell out a call of C as its arguments."""
+    tensors, integers = _attention_arguments(call, out)
+    return _Attention(*(0 if x is None else x.data_ptr() for x in tensors), integers)
 
 
 def launch_attention(call: AttentionCall) -> torch.Tensor:
@@ -359,8 +415,7 @@ def launch_attention(call: AttentionCall) -> torch.Tensor:
     out = empty_output(call.order, call.value_dim, stored)
     if out.numel() == 0 or call.keys == 0:
         return out.zero_().to(call.out_dtype)
-    arguments = _attention(call, out)
-    check_memory(load().qflash_attention(ctypes.byref(arguments)), _PACKED)
+    run_call("attention", _Attention, *_attention_arguments(call, out), _PACKED)
     return out.to(call.out_dtype)
 
 
@@ -425,7 +480,11 @@ def _prepare_int8(call: AttentionCall, out: torch.Tensor) -> Callable[..., torch
 
     def repeat(*tensors: torch.Tensor | None) -> torch.Tensor:
         out = torch.empty_strided(shape, strides, dtype=stored_dtype, device="cpu")
-        addresses = [0 if (x := tensors[index]) is None else x.data_ptr() for index in order]
+        given = [tensors[index] for index in order]
+        if _calls.get() is not None:
+            run_call("attention", _Attention, (*given, out), template.integers, _PACKED)
+            return out.to(dtype)
+        addresses = [0 if x is None else x.data_ptr() for x in given]
         check_memory(attend(like, *addresses, out.data_ptr()), _PACKED)
         return out.to(dtype)
 

@@ -96,6 +96,7 @@ typedef struct {
     const int16_t *residual;           /* (rows, outputs) or NULL */
     const int32_t *activation_multiplier, *activation_offset; /* (outputs), or NULL without one */
     void *out;                         /* (rows, outputs) */
+    void *packed;                      /* what qflash_pack made of the weights, or NULL to do so in the call */
     int64_t rows, inputs, outputs, left, bytes; /* bytes of an output */
     int64_t activation_shift, threads, input_bytes, activation; /* the last: 0 or one of the enum */
 } linear;
@@ -282,27 +283,48 @@ static int wide_linear(const linear *x) {
     return 0;
 }
 
+/* Packed weights: what sums of each output start from, then the panels. */
+INLINE int64_t panels_of(const linear *x) { return (x->outputs + WIDTH - 1) / WIDTH; }
+INLINE int64_t begin_bytes(const linear *x) { return whole_lines((int64_t)sizeof(int32_t) * panels_of(x) * WIDTH); }
+
+/* Bytes that packed weights take, from an address of a whole line on. */
+int64_t qflash_packed_bytes(const linear *x) {
+    return begin_bytes(x) + (int64_t)sizeof(right_operand) * panels_of(x) * WIDTH * grouped(x->inputs);
+}
+
+static void pack_panels(const linear *x, share panels, char *memory) {
+    int32_t *begin = (int32_t *)memory;
+    right_operand *packed = (right_operand *)(memory + begin_bytes(x));
+    for (int64_t panel = panels.begin; panel < panels.end; panel++)
+        pack_panel(x, panel * WIDTH, packed + panel * WIDTH * grouped(x->inputs), begin + panel * WIDTH);
+}
+
+/* Packs the weights of a layer whose `packed` is not NULL there, for all its later calls. */
+int qflash_pack(const linear *x) {
+    const share all = {0, panels_of(x)};
+    pack_panels(x, all, x->packed);
+    return 0;
+}
+
 /* Returns 0, or 1 when memory ran out, as do all functions that Python calls. */
 int qflash_linear(const linear *x) {
     if (x->input_bytes == 2) return wide_linear(x);
-    const int64_t depth = grouped(x->inputs), panels = (x->outputs + WIDTH - 1) / WIDTH;
+    const int64_t depth = grouped(x->inputs), panels = panels_of(x);
     const int64_t line = depth * (int64_t)sizeof(left_operand), most = (BLOCK_BYTES / line / ROWS + 1) * ROWS;
-    char *memory = malloc(LINE + sizeof(right_operand) * panels * WIDTH * depth);
-    int32_t *begin = malloc(sizeof(int32_t) * panels * WIDTH);
-    if (!memory || !begin) {
-        free(memory);
-        free(begin);
-        return 1;
-    }
-    right_operand *packed = (right_operand *)whole_lines((intptr_t)memory);
+    char *memory = x->packed ? NULL : malloc(LINE + qflash_packed_bytes(x));
+    if (!x->packed && !memory) return 1;
+    char *weights = x->packed ? x->packed : (char *)whole_lines((intptr_t)memory);
+    const int32_t *begin = (const int32_t *)weights;
+    const right_operand *packed = (const right_operand *)(weights + begin_bytes(x));
     int failed = 0;
 #pragma omp parallel num_threads(threads_of(x->threads)) reduction(| : failed)
     {
         left_operand *a = malloc(line * at_most(most, x->rows) + LINE);
         share part = share_of(panels), all_rows = {0, x->rows}, all_panels = {0, panels};
-        for (int64_t panel = part.begin; panel < part.end; panel++)
-            pack_panel(x, panel * WIDTH, packed + panel * WIDTH * depth, begin + panel * WIDTH);
+        if (!x->packed) {
+            pack_panels(x, part, weights);
 #pragma omp barrier
+        }
         /* whole tiles of rows, unless there are more threads than these */
         const int64_t tiles = (x->rows + ROWS - 1) / ROWS;
         failed = !a;
@@ -315,7 +337,6 @@ int qflash_linear(const linear *x) {
         }
         free(a);
     }
-    free(begin);
     free(memory);
     return failed;
 }
@@ -325,9 +346,11 @@ int qflash_linear(const linear *x) {
 typedef struct {
     const int16_t *h;             /* (rows, channels) */
     const int32_t *gain, *offset; /* (channels) */
+    const int16_t *residual;      /* (rows, channels) or NULL */
     void *out;                    /* (rows, channels) */
     int64_t rows, channels, epsilon, shift, bytes, threads;
     int64_t inverse, inverse_bits, root, root_shift; /* layers.row_constants */
+    int64_t centred;              /* 0 where the mean stays */
 } normalisation;
 
 /* layers.inverse_root */
@@ -338,13 +361,14 @@ INLINE int64_t inverse_root(int64_t v) {
     return x;
 }
 
-INLINE void normalise_row(const normalisation *x, const int64_t bytes, int64_t row) {
+INLINE void normalise_row(const normalisation *x, const int64_t bytes, const int residual, int64_t row) {
     const int64_t channels = x->channels;
     const int16_t *h = x->h + row * channels;
     int32_t total = 0;
     int64_t squares = 0;
     for (int64_t c = 0; c < channels; c++) total += h[c];
     for (int64_t c = 0; c < channels; c++) squares += h[c] * h[c];
+    if (!x->centred) total = 0;
     /* sum of (4 h - middle)^2 + E */
     const int64_t middle = multiply_round(total, x->inverse, (int)x->inverse_bits);
     const int64_t variance = 16 * squares - 8 * middle * total + channels * middle * middle + x->epsilon;
@@ -359,8 +383,10 @@ INLINE void normalise_row(const normalisation *x, const int64_t bytes, int64_t r
         const int64_t n = at_most(LANES, channels - c);
         const vector difference = load16(h + c, n) * (int32_t)channels - total;
         const vector wide = rounded_product(((difference << up) + half_unit) >> down, all_lanes(factor));
-        const vector y = rounded_product(wide << 4, load32(x->gain + c, n)) + load32(x->offset + c, n);
-        store(to + c * bytes, (y + rounding) >> shift, bytes, n);
+        vector y = rounded_product(wide << 4, load32(x->gain + c, n)) + load32(x->offset + c, n);
+        y = (y + rounding) >> shift;
+        if (residual) y += load16(x->residual + row * channels + c, n);
+        store(to + c * bytes, y, bytes, n);
     }
 }
 
@@ -369,9 +395,42 @@ int qflash_layer_norm(const normalisation *x) {
     {
         const share rows = share_of(x->rows);
         for (int64_t row = rows.begin; row < rows.end; row++) {
-            if (x->bytes == 1) normalise_row(x, 1, row);
-            else if (x->bytes == 2) normalise_row(x, 2, row);
-            else normalise_row(x, 4, row);
+            if (x->residual) normalise_row(x, 2, 1, row);
+            else if (x->bytes == 1) normalise_row(x, 1, 0, row);
+            else if (x->bytes == 2) normalise_row(x, 2, 0, row);
+            else normalise_row(x, 4, 0, row);
+        }
+    }
+    return 0;
+}
+
+/* --- a residual stream in int8 ---------------------------------------------------------------------------- */
+
+typedef struct {
+    const int16_t *h;                   /* (rows, channels) */
+    const int32_t *multiplier, *offset; /* (channels) */
+    void *out;                          /* (rows, channels) */
+    int64_t rows, channels, left, threads, bytes;
+} narrowing;
+
+INLINE void narrow_row(const narrowing *x, const int64_t bytes, int64_t row) {
+    const int64_t first = row * x->channels;
+    char *to = (char *)x->out + first * bytes;
+    for (int64_t c = 0; c < x->channels; c += LANES) {
+        const int64_t n = at_most(LANES, x->channels - c);
+        const vector sums = (load16(x->h + first + c, n) << (int)x->left) + load32(x->offset + c, n);
+        store(to + c * bytes, rounded_product(sums, load32(x->multiplier + c, n)), bytes, n);
+    }
+}
+
+int qflash_narrow(const narrowing *x) {
+#pragma omp parallel num_threads(threads_of(x->threads))
+    {
+        const share rows = share_of(x->rows);
+        for (int64_t row = rows.begin; row < rows.end; row++) {
+            if (x->bytes == 1) narrow_row(x, 1, row);
+            else if (x->bytes == 2) narrow_row(x, 2, row);
+            else narrow_row(x, 4, row);
         }
     }
     return 0;
@@ -455,6 +514,87 @@ int qflash_rotary(const rotation *x) {
             else if (x->bytes == 2) turn_row(x, 2, row);
             else turn_row(x, 4, row);
         }
+    }
+    return 0;
+}
+
+/* --- means, patches and rows in another order -------------------------------------------------------------- */
+
+typedef struct {
+    const int16_t *x;                   /* (images, tokens, channels) */
+    const int32_t *multiplier, *offset; /* (channels) */
+    void *out;                          /* (images, channels) */
+    int64_t images, tokens, channels, image, token; /* strides of x, in elements */
+    int64_t left, bytes;
+} token_mean;
+
+/* layers.token_mean */
+int qflash_mean(const token_mean *x) {
+    for (int64_t i = 0; i < x->images; i++)
+        for (int64_t c = 0; c < x->channels; c += LANES) {
+            const int64_t n = at_most(LANES, x->channels - c);
+            vector sum = {0};
+            for (int64_t t = 0; t < x->tokens; t++) sum += load16(x->x + i * x->image + t * x->token + c, n);
+            const vector y = (sum << (int)x->left) + load32(x->offset + c, n);
+            store((char *)x->out + (i * x->channels + c) * x->bytes, rounded_product(y, load32(x->multiplier + c, n)), x->bytes, n);
+        }
+    return 0;
+}
+
+typedef struct {
+    const uint8_t *x; /* (images, channels, height, width) */
+    uint8_t *out;     /* (images, patches, channels * high * wide) */
+    int64_t images, channels, height, width, high, wide, threads;
+} image_patches;
+
+/* layers.patches: less 128, which is another top bit */
+int qflash_patches(const image_patches *x) {
+    const int64_t down = x->height / x->high, across = x->width / x->wide, rows = x->images * x->channels * down;
+#pragma omp parallel for num_threads(threads_of(x->threads))
+    for (int64_t i = 0; i < rows; i++) {
+        const int64_t image = i / (x->channels * down), channel = i / down % x->channels, row = i % down;
+        const uint8_t *from = x->x + ((image * x->channels + channel) * x->height + row * x->high) * x->width;
+        for (int64_t column = 0; column < across; column++)
+            for (int64_t y = 0; y < x->high; y++) {
+                const int64_t patch = (image * down + row) * across + column;
+                uint8_t *to = x->out + ((patch * x->channels + channel) * x->high + y) * x->wide;
+                for (int64_t k = 0; k < x->wide; k++) to[k] = from[y * x->width + column * x->wide + k] ^ 128;
+            }
+    }
+    return 0;
+}
+
+typedef struct {
+    const char *x;
+    const int32_t *index; /* (rows), or NULL for all in their order */
+    char *out;
+    int64_t images, rows, bytes, x_image, x_row, out_image, out_row, threads; /* strides in bytes */
+} rows_moved;
+
+/* Copies row index[i] of each image to row i. */
+int qflash_move_rows(const rows_moved *x) {
+#pragma omp parallel for num_threads(threads_of(x->threads))
+    for (int64_t image = 0; image < x->images; image++) {
+        const char *from = x->x + image * x->x_image;
+        char *to = x->out + image * x->out_image;
+        for (int64_t i = 0; i < x->rows; i++)
+            memcpy(to + i * x->out_row, from + (x->index ? x->index[i] : i) * x->x_row, x->bytes);
+    }
+    return 0;
+}
+
+/* --- many calls -------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    int (*function)(const void *);
+    const void *arguments;
+} call;
+
+/* Makes calls, until one fails; returns what it returned. */
+int qflash_run(const call *calls, const int64_t *count) {
+    for (int64_t i = 0; i < *count; i++) {
+        const int failed = calls[i].function(calls[i].arguments);
+        if (failed) return failed;
     }
     return 0;
 }

@@ -109,16 +109,17 @@ MAX_PARTS = 12
 
 @triton.jit(do_not_specialize=("epsilon_high", "epsilon_low", "shift", "tokens", "new_tokens", "image_inverse", "image_bits"))
 def integer_layer_norm_kernel(
-    h_ptr, gain_ptr, offset_ptr, o_ptr, gather_ptr,
+    h_ptr, gain_ptr, offset_ptr, o_ptr, gather_ptr, residual_ptr,
     rows, epsilon_high, epsilon_low, shift, tokens, new_tokens, image_inverse, image_bits,
     CHANNELS: tl.constexpr, CONSTANTS: tl.constexpr, PIECES: tl.constexpr, BLOCK_M: tl.constexpr, PART: tl.constexpr,
-    WARPS: tl.constexpr, DEPENDENT: tl.constexpr, GUARD: tl.constexpr,
+    WARPS: tl.constexpr, DEPENDENT: tl.constexpr, GUARD: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
     """Normalise BLOCK_M rows of CHANNELS int16, contiguous, in parts of PART channels.
 
     A row is one of h (rows, CHANNELS); or, with PIECES > 0, joined of so many tokens of h (images, tokens, CHANNELS / PIECES),
     their numbers in gather (new tokens, PIECES). Epsilon is ``epsilon_high * 2**30 + epsilon_low``. CONSTANTS are those of
-    rows, :func:`.layers.row_constants`.
+    rows, :func:`.layers.row_constants`. The residual is int16 (rows, CHANNELS), or None, which leaves no argument of the
+    compiled kernel. Unless CENTRED the mean stays.
     """
     wait_for_kernels(DEPENDENT)
     WIDTH: tl.constexpr = CHANNELS // PIECES if PIECES else CHANNELS
@@ -149,6 +150,8 @@ def integer_layer_norm_kernel(
         squares += wide * wide
         parts = parts + (h,)  # type: ignore[assignment]
     total = tl.sum(sums, 1)
+    if not CENTRED:
+        total = total * 0
     epsilon = (total * 0 + epsilon_high).to(tl.int64) * (1 << 30) + epsilon_low
     channels, total, factor, right = row_factors(total, tl.sum(squares, 1), epsilon, CHANNELS, CONSTANTS, GUARD)
     there = here[:, None] & inside[None, :]
@@ -168,8 +171,42 @@ def integer_layer_norm_kernel(
             y = multiply_round(y << 4, gain, GUARD, offset + half)
         else:
             y = multiply_round(y << 4, gain, GUARD) + offset + half
-        out = saturate(y >> shift, o_ptr.dtype.element_ty, PLAIN)
+        y = y >> shift
+        if residual_ptr is not None:
+            y += tl.load(residual_ptr + m[:, None] * CHANNELS + channel[None, :], mask=there, other=0).to(tl.int32)
+        out = saturate(y, o_ptr.dtype.element_ty, PLAIN)
         tl.store(o_ptr + m[:, None] * CHANNELS + channel[None, :], out, mask=there)
+
+
+@triton.jit(do_not_specialize=("left", "tokens", "new_tokens", "image_inverse", "image_bits"))
+def integer_narrow_kernel(
+    h_ptr, multiplier_ptr, offset_ptr, o_ptr, gather_ptr,
+    rows, width, left, tokens, new_tokens, image_inverse, image_bits,
+    PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, DEPENDENT: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """Bring BLOCK_M rows by BLOCK_C channels of int16 (rows, width), contiguous, to another unit.
+
+    With PIECES > 0 a row is token ``gather[row]`` of an image's, h (images, tokens, width), and so many rows next to each other
+    are one of the output's, with a number for each of its channels; ``new_tokens`` are an image's rows.
+    """
+    wait_for_kernels(DEPENDENT)
+    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    here, inside = m < rows, c < width
+    start, seen, piece = m, here, m * 0
+    if PIECES:
+        image = (m * image_inverse) >> image_bits
+        place = m - image * new_tokens
+        token = tl.load(gather_ptr + place, mask=here, other=0)
+        seen = here & (token >= 0) & (token < tokens)
+        start, piece = image * tokens + token, place % PIECES
+    there = here[:, None] & inside[None, :]
+    h = tl.load(h_ptr + start[:, None] * width + c[None, :], mask=seen[:, None] & inside[None, :], other=0).to(tl.int32)
+    channel = piece[:, None] * width + c[None, :]
+    offset = tl.load(offset_ptr + channel, mask=there, other=0)
+    multiplier = tl.load(multiplier_ptr + channel, mask=there, other=0)
+    y = saturate(multiply_round((h << left) + offset, multiplier, GUARD), o_ptr.dtype.element_ty, GUARD)
+    tl.store(o_ptr + m[:, None] * width + c[None, :], y, mask=there)
 
 
 @triton.jit(do_not_specialize=("tokens", "left"))
@@ -266,11 +303,16 @@ def layer_norm_launch(
     shift: int,
     out: torch.Tensor,
     gather: torch.Tensor | None = None,
+    *,
+    centred: bool = True,
+    residual: torch.Tensor | None = None,
 ) -> KernelLaunch:
     """Spell out the launch that normalises ``h``, int16 (..., channels), into ``out`` (rows, channels); all contiguous.
 
     Args:
         gather: int32 (new tokens, pieces), as :func:`qflash.network.execution.integer_layer_norm` takes it.
+        centred: whether the mean is taken out.
+        residual: int16 (rows, channels) for int16 outputs, or None.
     """
     rows, channels = out.shape
     width = h.shape[-1]
@@ -287,6 +329,7 @@ def layer_norm_launch(
         "offset_ptr": offset,
         "o_ptr": out,
         "gather_ptr": gain if gather is None else gather,
+        "residual_ptr": residual,
         "rows": rows,
         # two numbers of 32 bits: kernels are compiled for the width of an argument
         "epsilon_high": epsilon >> 30,
@@ -303,9 +346,47 @@ def layer_norm_launch(
         "WARPS": _NORM_WARPS,
         "DEPENDENT": dependent,
         "GUARD": h.device.type == "cpu",
+        "CENTRED": centred,
     }
     options = {"num_warps": _NORM_WARPS, "num_stages": 1, "launch_pdl": dependent != ""}
     return KernelLaunch(integer_layer_norm_kernel, (triton.cdiv(rows, block),), arguments, options)
+
+
+_NARROW_ROWS, _NARROW_CHANNELS = 8, 128
+
+
+def narrow_launch(
+    h: torch.Tensor, multiplier: torch.Tensor, left: int, offset: torch.Tensor, out: torch.Tensor, gather: torch.Tensor | None
+) -> KernelLaunch:
+    """Spell out the launch that brings ``h``, int16 (..., channels), to the unit of ``out``; all contiguous.
+
+    Args:
+        gather: int32 (new tokens, pieces), as :func:`qflash.network.operators.narrow.integer_narrow` takes it.
+    """
+    width = h.shape[-1]
+    rows = out.numel() // width
+    new_tokens = 1 if gather is None else gather.numel()
+    dependent = dependent_launch(h.device, out.numel())
+    arguments = {
+        "h_ptr": h,
+        "multiplier_ptr": multiplier,
+        "offset_ptr": offset,
+        "o_ptr": out,
+        "gather_ptr": offset if gather is None else gather,
+        "rows": rows,
+        "width": width,
+        "left": left,
+        "tokens": 1 if gather is None else h.shape[-2],
+        "new_tokens": new_tokens,
+        **image_divisor(rows, new_tokens),
+        "PIECES": 0 if gather is None else gather.shape[1],
+        "BLOCK_M": _NARROW_ROWS,
+        "BLOCK_C": _NARROW_CHANNELS,
+        "DEPENDENT": dependent,
+        "GUARD": h.device.type == "cpu",
+    }
+    grid = triton.cdiv(rows, _NARROW_ROWS), triton.cdiv(width, _NARROW_CHANNELS)
+    return KernelLaunch(integer_narrow_kernel, grid, arguments, {"num_warps": 4, "launch_pdl": dependent != ""})
 
 
 _MEAN_CHANNELS = 128

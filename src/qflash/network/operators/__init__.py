@@ -21,7 +21,10 @@ from ..modules import (
     Widen,
 )
 from .gated import Gated
+from .narrow import Narrow
+from .norms import RmsNorm
 from .rotary import Rotary
+from .token_embedding import TokenEmbedding
 from .tokens import Tokens
 
 OPERATORS: dict[str, type[IntegerModule]] = {
@@ -42,6 +45,9 @@ OPERATORS: dict[str, type[IntegerModule]] = {
         Gated,
         Tokens,
         Rotary,
+        RmsNorm,
+        Narrow,
+        TokenEmbedding,
     )
 }
 """Kinds of node of an integer network, by name."""

@@ -1,0 +1,44 @@
+/* An integer network that qflash.export_c wrote, without Python: images in, int32 outputs out, bit for bit those of QFlash.
+ *
+ *     qflash_network *network;
+ *     int failed = qflash_open("network.bin", &network);
+ *     if (!failed) failed = qflash_compute(network, images);
+ *     if (failed) fprintf(stderr, "%s\n", qflash_message(failed));
+ *     const int32_t *logits = qflash_output(network, 0).values;
+ *     qflash_close(network);
+ *
+ * Several networks may compute at the same time, one network for one thread at a time.
+ */
+#ifndef QFLASH_H
+#define QFLASH_H
+
+#include <stdint.h>
+
+typedef struct qflash_network qflash_network;
+
+typedef struct {
+    const char *name;
+    const int32_t *values; /* until the next qflash_compute */
+    int64_t dims, shape[4];
+    double scale; /* what a unit stands for; nothing here computes with it */
+} qflash_tensor;
+
+/* What functions return: 0, or what went wrong. */
+enum { QFLASH_OK, QFLASH_NO_MEMORY, QFLASH_NO_FILE, QFLASH_NO_NETWORK, QFLASH_DAMAGED };
+
+const char *qflash_message(int failed);
+
+/* Reads a file, packs weights for this CPU and reserves all memory but what layers need for a moment. */
+int qflash_open(const char *path, qflash_network **network);
+void qflash_close(qflash_network *network);
+
+/* (images, channels, height, width), for which the network was exported. */
+const int64_t *qflash_images(const qflash_network *network);
+
+/* Runs the network on uint8 pixels of that shape. */
+int qflash_compute(qflash_network *network, const uint8_t *images);
+
+int64_t qflash_outputs(const qflash_network *network);
+qflash_tensor qflash_output(const qflash_network *network, int64_t number);
+
+#endif

@@ -1,0 +1,65 @@
+"""What a network takes: uint8 images, or ids of the tokens of texts.
+
+``IntegerNetwork.image`` says which: (channels, height, width) of an image, or (tokens, vocabulary) of a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .execution import check_images
+
+MOST_PIXELS = 1 << 26
+"""Of an image; tables of tokens grow with them."""
+MOST_TOKENS = 1 << 16
+"""Of a text."""
+
+
+def takes_ids(image: Sequence[int]) -> bool:
+    """Tell whether a network takes ids."""
+    return len(image) == 2
+
+
+def check_sizes(image: Sequence[int]) -> None:
+    """Require sizes of an image, or of a text.
+
+    Raises:
+        ValueError: they are something else.
+    """
+    whole = all(type(x) is int and x > 0 for x in image)
+    if whole and len(image) == 2 and image[0] <= MOST_TOKENS and image[1] <= 1 << 24:
+        return
+    if not whole or len(image) != 3 or image[1] * image[2] > MOST_PIXELS:
+        raise ValueError(
+            f"image must be (channels, height, width) of at most {MOST_PIXELS} pixels, or (tokens, vocabulary) of at most "
+            f"{MOST_TOKENS} tokens, got {tuple(image)}"
+        )
+
+
+def input_shape(image: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of what a network takes, without the batch."""
+    return (image[0],) if takes_ids(image) else tuple(image)
+
+
+def input_dtype(image: Sequence[int]) -> torch.dtype:
+    """Return the type of what a network takes; ids may be int32, too."""
+    return torch.int64 if takes_ids(image) else torch.uint8
+
+
+def check_input(x: torch.Tensor, image: Sequence[int]) -> None:
+    """Require what a network takes.
+
+    Raises:
+        TypeError, ValueError: it is something else; the message names it.
+        RuntimeError: a tracer is at work that cannot take a network.
+    """
+    if not takes_ids(image):
+        check_images(x, image[0], (image[1], image[2]))
+        return
+    if not isinstance(x, torch.Tensor) or x.dtype not in (torch.int32, torch.int64):
+        found = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+        raise TypeError(f"ids must be an int32 or int64 tensor (batch, tokens), got {found}")
+    if x.dim() != 2 or x.shape[1] != image[0]:
+        raise ValueError(f"ids must have shape (batch, {image[0]}), the tokens of the calibration texts, got {tuple(x.shape)}")

@@ -1,0 +1,144 @@
+"""What ``qflash.export_c`` writes: a program, built with a C compiler alone, prints the network's integers."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import qflash
+from qflash.network import c_export
+from small_networks import KINDS, draw
+
+COMPILER = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
+SANITIZED = ("CFLAGS=-g -O1 -march=native -ffp-contract=off -fno-trapping-math -fsanitize=address,undefined", "OPENMP=")
+pytestmark = pytest.mark.skipif(COMPILER is None or shutil.which("make") is None, reason="needs make and a C compiler")
+
+
+@pytest.fixture(scope="module")
+def programs(made: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
+    """Folders with the program built as the Makefile says, and with sanitizers; networks differ in ``network.bin`` alone."""
+    found = {}
+    for name, options in (("plain", ()), ("sanitized", SANITIZED)):
+        folder = tmp_path_factory.mktemp(name)
+        qflash.export_c(made("class token")[1], folder)
+        done = subprocess.run(["make", f"CC={COMPILER}", *options], cwd=folder, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        found[name] = folder
+    return found
+
+
+def run(folder: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    # too much memory is an answer, not the end
+    environment = os.environ | {"ASAN_OPTIONS": "allocator_may_return_null=1:detect_leaks=0"}
+    command = [str(folder / "network"), *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def printed(folder: pathlib.Path, images: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Run the program of a folder on images; return what it printed, by name."""
+    (folder / "images.raw").write_bytes(images.contiguous().numpy().tobytes())
+    done = run(folder, "images.raw")
+    assert done.returncode == 0, done.stderr
+    rows: dict[str, list[list[int]]] = {}
+    for line in done.stdout.splitlines():
+        name, *numbers = line.split(" ")
+        rows.setdefault(name, []).append([int(x) for x in numbers])
+    return {name: torch.tensor(each, dtype=torch.int32) for name, each in rows.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_program_prints_the_networks_integers(made: Any, programs: dict[str, pathlib.Path], kind: str) -> None:
+    model, network = made(kind)
+    images = draw(model, 4, seed=21)
+    wanted = network(images).flatten(1)
+    for folder, batch in ((programs["plain"], 2), (programs["sanitized"], 1)):
+        network.export_c(folder, batch=batch)
+        (found,) = printed(folder, images[:4]).values()
+        assert torch.equal(found, wanted)
+
+
+def test_a_damaged_file_is_refused(made: Any, programs: dict[str, pathlib.Path]) -> None:
+    """Every bit of the header and the calls, and some of the constants: with sanitizers, so that nothing is read outside."""
+    folder = programs["sanitized"]
+    model, network = made("class token")
+    network.export_c(folder)
+    (folder / "images.raw").write_bytes(draw(model, 1).numpy().tobytes())
+    whole = (folder / "network.bin").read_bytes()
+    other = folder / "other.bin"
+    for content, words in (
+        (b"", "no network"), (b"QFLASHC1", "no network"), (b"x" + whole[1:], "no network"), (whole[:-8], "damaged"),
+        (whole[: len(whole) // 2 // 8 * 8], "damaged"), (whole + bytes(8), "damaged"), (whole + b"\0", "damaged"),
+    ):  # fmt: skip
+        other.write_bytes(content)
+        done = run(folder, "images.raw", "other.bin")
+        assert done.returncode == 1 and words in done.stderr, (done.returncode, done.stderr[:300])
+    for place in range(8, len(whole) - 8, len(whole) // 40):
+        changed = bytearray(whole)
+        changed[place] ^= 1 << place % 8
+        other.write_bytes(changed)
+        done = run(folder, "images.raw", "other.bin")
+        assert done.returncode == 1 and "damaged" in done.stderr, (place, done.stderr[:300])
+
+
+def resealed(words: Sequence[int]) -> bytes:
+    """Return a file of words whose checksum is right."""
+    content = b"QFLASHC1" + c_export._words(*words)
+    return content + c_export._words(*[_signed(c_export._checksum(content))])
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >> 63 else x
+
+
+def test_a_file_whose_checksum_is_right_is_read_with_care(made: Any, programs: dict[str, pathlib.Path]) -> None:
+    """Header words and the numbers that calls begin with, each replaced by numbers that would lead outside."""
+    folder = programs["sanitized"]
+    model, network = made("class token")
+    network.export_c(folder)
+    (folder / "images.raw").write_bytes(draw(model, 1).numpy().tobytes())
+    whole = (folder / "network.bin").read_bytes()
+    words = [int.from_bytes(whole[i : i + 8], "little", signed=True) for i in range(8, len(whole) - 8, 8)]
+    first_call = 11 + 16
+    for place in (*range(6), first_call, first_call + 1, first_call + 2, first_call + 3, first_call + 4):
+        for wrong in (-2, 1 << 40, (1 << 62) - 1, -(1 << 62)):
+            changed = list(words)
+            changed[place] = wrong
+            (folder / "other.bin").write_bytes(resealed(changed))
+            done = run(folder, "images.raw", "other.bin")
+            assert done.returncode == 1, (place, wrong, done.stderr[:500])
+            assert "damaged" in done.stderr or "not enough memory" in done.stderr, (place, wrong, done.stderr[:500])
+
+
+def test_wrong_images_are_named(made: Any, programs: dict[str, pathlib.Path]) -> None:
+    folder = programs["plain"]
+    made("class token")[1].export_c(folder)
+    (folder / "short.raw").write_bytes(bytes(100))
+    for arguments, status, words in (
+        ((), 2, "usage:"), (("nothing.raw",), 1, "nothing.raw: the file cannot be read"),
+        (("short.raw",), 1, "100 are left over"),
+        (("short.raw", "nothing.bin"), 1, "nothing.bin: the file cannot be read"),
+    ):  # fmt: skip
+        done = run(folder, *arguments)
+        assert done.returncode == status and words in done.stderr, (arguments, done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"batch": 0}, ValueError, "batch must be at least 1, got 0"),
+        ({"batch": 1.5}, TypeError, "batch must be an integer, got float"),
+        ({"folder": 3}, TypeError, "path must be a string or a path, got int"),
+    ],
+)
+def test_arguments_are_checked(
+    made: Any, tmp_path: pathlib.Path, arguments: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        qflash.export_c(made("class token")[1], **{"folder": tmp_path, **arguments})

@@ -236,7 +236,7 @@ def _head_norm(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Ten
     module = LayerNorm(inputs["gain"].numel(), parameters["output"], part=(first, heads))
     fill(module, inputs, "gain", "offset")
     module.epsilon, module.shift = parameters["epsilon"], parameters["shift"]
-    return {"output": module.to(inputs["h"].device)(inputs["h"], backend)}
+    return {"output": module.to(inputs["h"].device)(inputs["h"], backend=backend)}
 
 
 def _rotary(_parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tensors:

@@ -19,7 +19,7 @@ onnxruntime = pytest.importorskip("onnxruntime")
 from qflash.network.onnx_check import check_onnx  # noqa: E402
 from qflash.network.onnx_functions import DOMAIN  # noqa: E402
 
-CHOSEN = ("class token", "registers", "long rows", "mean features", "query and key norms", "swin", "swin features")
+CHOSEN = ("class token", "registers", "long rows", "mean features", "query and key norms", "rotary", "swin", "swin features")
 
 
 @pytest.fixture(scope="module", params=CHOSEN)

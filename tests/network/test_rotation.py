@@ -240,3 +240,19 @@ def test_the_sums_of_int16_inputs_have_a_bound() -> None:
     module.left = 10
     with pytest.raises(ValueError, match="the largest sum of an output must be from 0 to"):
         module.check_values()
+
+
+class Merges(nn.Module):
+    """Joins tokens two by two behind the last normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.merge = vit(num_classes=0, global_pool="", class_token=False), nn.Linear(96, 5)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.merge(self.body(images).unflatten(1, (-1, 2)).flatten(2))
+
+
+def test_tokens_that_are_joined_behind_a_normalisation_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="tokens are merged behind a normalisation"):
+        qflash.quantize_model(Merges().eval(), [draw_images(4, 3, 32)], mean=[0.5] * 3, std=[0.5] * 3, progress=False)

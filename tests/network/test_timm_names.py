@@ -25,7 +25,7 @@ MODULES = {
 }
 """Modules of timm, and options that make their models small where they take them."""
 NAMED = r" has no integer form|torch\.export cannot trace the model: "
-TAKEN = {"vision_transformer", "swin_transformer", "deit", "beit", "vision_transformer_relpos", "swin_transformer_v2"}
+TAKEN = {"vision_transformer", "swin_transformer", "deit", "beit", "vision_transformer_relpos", "swin_transformer_v2", "eva"}
 """Modules of which some names become integer networks."""
 
 

@@ -260,6 +260,8 @@ class _Stream:
             _require(all(user.kind == "linear" and _is_plain(user.inputs[0]) for user in layers))
         first = sum(x.shape[-1] for x in reader.inputs[:place])
         last = first + view.shape[-1]
+        # several tokens can be joined behind the normalisation
+        gain, bias = (None if x is None else x.repeat(view.shape[-1] // len(x)) for x in (gain, bias))
 
         def take_in() -> None:
             reader.seen[place] = moved(reader.seen[place])

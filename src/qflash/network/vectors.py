@@ -136,6 +136,11 @@ def _linear(p: dict[str, Any], x: Tensors) -> torch.Tensor:
     return torch.ops.qflash.int8_linear(*arguments, x.get("residual"), None, DTYPES[p["output"]], "reference")
 
 
+def _gated(p: dict[str, Any], x: Tensors) -> torch.Tensor:
+    constants = p["gate_multiplier"], x["multiplier"], x["offset"], p["activation"]
+    return torch.ops.qflash.gated(x["x"], *constants, DTYPES[p["output"]], "reference")
+
+
 def _layer_norm(p: dict[str, Any], x: Tensors) -> torch.Tensor:
     return op.layer_norm(x["h"], p["epsilon"], x["gain"], x["offset"], p["shift"], DTYPES[p["output"]])
 
@@ -164,7 +169,8 @@ _TRACED: dict[str, tuple[str, Callable[[dict[str, Any], Tensors], torch.Tensor]]
     "int8_attention": ("output", _attention),
     "attention": ("output", _attention),
     "linear": ("output", _linear),
-    "linear_gelu": ("output", _linear),
+    **{f"linear_{name}": ("output", _linear) for name in op.ACTIVATIONS},
+    "gated": ("output", _gated),
     "layer_norm": ("output", _layer_norm),
     "norm": ("output", _norm),
     "narrow": ("output", _narrow),

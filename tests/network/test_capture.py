@@ -184,17 +184,6 @@ def resnet() -> nn.Module:
     return pytest.importorskip("torchvision").models.resnet18()
 
 
-class WithoutClip(nn.Module):
-    """CLIP's vision tower, of which the pooled token is wanted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = of_transformers("CLIPVision", "Model")
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.model(x).pooler_output
-
-
 class RatioOfNorms(nn.Module):
     """Divides by the norm of other rows."""
 
@@ -218,8 +207,6 @@ class Bounded(nn.Module):
 REFUSED = {
     "ResNet": (resnet, r"convolution with padding, dilation or groups in conv1"),
     "XCiT": (lambda: timm.create_model("xcit_nano_12_p8_224", img_size=SIDE), r"in patch_embed\.proj\.0"),
-    "CLIP": (WithoutClip, r"sigmoid in model\.\S*mlp\.activation_fn"),
-    "SwiGLU": (lambda: vit(mlp_layer=timm.layers.SwiGLU), r"product of two computed tensors in blocks\.0\.mlp"),
     "norms of other rows": (lambda: vit(norm_layer=RatioOfNorms), r"product with norms of rows of another tensor"),
     "rows bounded from below": (lambda: vit(norm_layer=Bounded), r"least number of norms of rows in blocks\.0\.norm1"),
     "images as output": (nn.PixelUnshuffle, "with parameters"),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, SIDE, STATISTICS, images, make, normalise, of_transformers, vit
+from families import FAMILIES, SIDE, STATISTICS, images, make, normalise, vit
 from torch import nn
 
 import qflash

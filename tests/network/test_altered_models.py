@@ -307,7 +307,7 @@ ALTERED: dict[str, tuple[str, Callable[[Any], None], str]] = {
     # normalisation
     "norm: subclass": ("vit", put("blocks.0.norm1", lambda x: Halved(48)), RIGHT),
     "norm: another eps": ("vit", put("blocks.0.norm2", lambda x: nn.LayerNorm(48, eps=0.5)), RIGHT),
-    "norm: last of RMS": ("vit", put("norm", lambda x: timm.layers.RmsNorm(48)), r"rms_norm in norm"),
+    "norm: last of RMS": ("vit", put("norm", lambda x: timm.layers.RmsNorm(48)), RIGHT),
     "norm: last without bias": ("vit", put("norm", lambda x: nn.LayerNorm(48, bias=False)), RIGHT),
     "norm: BatchNorm": ("vit", put("blocks.0.norm1", lambda x: nn.BatchNorm1d(17)), r"batch_norm in blocks.0.norm1"),
     "norm_pre: a linear": ("vit", put("norm_pre", lambda x: nn.Linear(48, 48)), r"linear of norm_pre has no integer form"),
@@ -448,7 +448,7 @@ ALTERED: dict[str, tuple[str, Callable[[Any], None], str]] = {
         method("layers.0.blocks.0.attn", "forward", lambda old, x: old(x) + 0.5 * x),
         r"layers.0.blocks.0.norm1 has no integer form",
     ),
-    "swin: norm of RMS": ("swin", put("norm", lambda x: timm.layers.RmsNorm(32)), r"rms_norm in norm"),
+    "swin: norm of RMS": ("swin", put("norm", lambda x: timm.layers.RmsNorm(32)), RIGHT),
     "swin: mlp product": ("swin", become(Mlp, "layers.0.blocks.0.mlp"), r"tanh in layers.0.blocks.0.mlp"),
     "swin: stem of ConvNeXt": (
         "swin",

@@ -317,18 +317,6 @@ def test_bad_arguments_are_named(made: Any) -> None:
         network(images[0])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"act_layer": torch.nn.ReLU}, r"relu in blocks\.0\.mlp\.act "),
-        ({"norm_layer": timm.layers.RmsNorm}, r"rms_norm in blocks\.0\.norm1 "),
-    ],
-)
-def test_layers_without_an_integer_form_are_named(options: dict[str, Any], message: str) -> None:
-    model = build("vit", **options)
-    refused(ValueError, message, model, [draw(model, 1)])
-
-
 def put(path: str, part: Any) -> Any:
     """Return what replaces an attribute of a model's submodule."""
     *parents, name = path.split(".")
@@ -338,7 +326,6 @@ def put(path: str, part: Any) -> Any:
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
-        ("vit", put("blocks.0.norm1", timm.layers.RmsNorm(48)), r"rms_norm in blocks\.0\.norm1"),
         ("vit", put("blocks.0.attn.norm", torch.nn.LayerNorm(48)), r"blocks\.0\.attn\S* has no integer form"),
         ("vit", put("blocks.0.mlp", torch.nn.Identity()), r"blocks\.0\S* has no integer form"),
         ("vit", put("blocks.0.mlp", timm.layers.GluMlp(48, 96)), r"aten\.sigmoid in blocks\.0\.mlp\.act"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -140,7 +141,8 @@ def neighbours(x: torch.Tensor) -> torch.Tensor:
 
 def angles(*shape: int) -> torch.Tensor:
     """Return angles for some tokens and pairs."""
-    return torch.rand(shape, generator=torch.Generator().manual_seed(shape[-1])) * 6
+    numbers = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+    return (numbers * 0.618034 + 0.1 * shape[-1]) % 1 * 6
 
 
 def _sum(x: torch.Tensor, other: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from qflash.specification import layers as op
 from small_networks import build, draw
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[2] / "golden"
+FILES = ("attention", "floats", "networks", "activations", "norms")
 pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason="only the repository has the golden vectors")
 
 
@@ -60,7 +61,7 @@ def bits_of(x: torch.Tensor) -> np.ndarray:
     return x.numpy().astype(np.int64)
 
 
-@pytest.mark.parametrize("name", ["attention", "floats", "networks", "activations", "rotary"])
+@pytest.mark.parametrize("name", FILES)
 def test_files_hold_what_the_golden_file_holds(name: str, tmp_path: pathlib.Path) -> None:
     source = GOLDEN / f"{name}.safetensors"
     written = write_vectors(source, tmp_path / "out")
@@ -136,7 +137,7 @@ def test_steps_of_attention_lead_to_its_output(tmp_path: pathlib.Path) -> None:
 def test_every_golden_operation_with_steps_is_traced(tmp_path: pathlib.Path) -> None:
     """Those without are steps themselves, or move elements: the documents name nothing inside them."""
     without = set()
-    for name in ("attention", "floats", "networks", "activations", "rotary"):
+    for name in FILES:
         write_vectors(GOLDEN / f"{name}.safetensors", tmp_path / name, trace=True)
         for path in (tmp_path / name).rglob("manifest.json"):
             case = manifest(path.parent)

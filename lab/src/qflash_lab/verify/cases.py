@@ -376,6 +376,8 @@ def signature(call: KernelLaunch) -> Hashable:
             about.append((name, x.dtype, x.data_ptr() % 16 == 0))
         elif isinstance(x, float) and not name.isupper():
             about.append((name, float))
+        elif x is None:
+            about.append((name, None))
         elif name.isupper() or not isinstance(x, int):
             # a constant, or a matrix for the copy engine, of which only the place may differ
             about.append((name, x if name.isupper() else (x.base.dtype, *x.block_shape, repr(x.layout))))

@@ -24,7 +24,7 @@ from qflash.specification import layers as op
 from small_networks import build, draw
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[2] / "golden"
-FILES = ("attention", "floats", "networks", "activations", "norms")
+FILES = ("attention", "floats", "networks", "activations", "rotary", "norms")
 pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason="only the repository has the golden vectors")
 
 

@@ -138,11 +138,6 @@ def _linear(p: dict[str, Any], x: Tensors) -> torch.Tensor:
     return torch.ops.qflash.int8_linear(*arguments, x.get("residual"), None, DTYPES[p["output"]], "reference")
 
 
-def _gated(p: dict[str, Any], x: Tensors) -> torch.Tensor:
-    constants = p["gate_multiplier"], x["multiplier"], x["offset"], p["activation"]
-    return torch.ops.qflash.gated(x["x"], *constants, DTYPES[p["output"]], "reference")
-
-
 def _layer_norm(p: dict[str, Any], x: Tensors) -> torch.Tensor:
     return op.layer_norm(x["h"], p["epsilon"], x["gain"], x["offset"], p["shift"], DTYPES[p["output"]])
 

@@ -595,6 +595,11 @@ def operator_samples(device: torch.device, backend: str) -> dict[str, tuple]:
     images = torch.arange(2 * 16, dtype=torch.uint8, device=device).view(2, 1, 4, 4)
     places = images, (4, 4), weight, bias, ratio, 1, stream[None, :1], stream[None, :2], backend
     samples["patch_embedding"] = places
+    constants = ratio, bias, 17, None
+    samples["integer_norm"] = (stream, 5, *constants, stream, False, torch.int16, backend)
+    samples["integer_narrow"] = (stream, ratio, 1, bias, None, torch.int8, backend)
+    ids = torch.tensor([[0, 8, 3], [1, 1, 2]], device=device)
+    samples["token_embedding"] = (ids, stream, stream[:3], backend)
     samples["integer_mean"] = (stream.view(3, 3, 12), ratio, 2, bias, torch.int8, backend)
     return samples
 

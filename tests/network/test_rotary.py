@@ -141,8 +141,9 @@ def neighbours(x: torch.Tensor) -> torch.Tensor:
 
 def angles(*shape: int) -> torch.Tensor:
     """Return angles for some tokens and pairs."""
-    numbers = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
-    return (numbers * 0.618034 + 0.1 * shape[-1]) % 1 * 6
+    # a tracer takes no generator
+    numbers = torch.arange(math.prod(shape), dtype=torch.float64).view(shape) + shape[-1]
+    return (((numbers * 12.9898).sin() * 43758.5453) % 1 * 6).float()
 
 
 def _sum(x: torch.Tensor, other: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,7 @@ def find_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(0, device=name)
+        torch.empty(0, dtype=torch.uint8, device=name)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device must be auto, cpu or cuda, got {name!r}: {str(error).splitlines()[0]}") from error
     return torch.device(name)
@@ -104,7 +104,11 @@ class Images:
         if not self.names:
             raise ValueError(f"{path} holds no images of a format that PIL reads")
         chance = torch.Generator().manual_seed(0)
-        self.order = torch.randperm(len(self), generator=chance).tolist() if shuffled else list(range(len(self)))
+        self.order = (
+            torch.randperm(len(self), generator=chance, dtype=torch.int64, device="cpu").tolist()
+            if shuffled
+            else list(range(len(self)))
+        )
 
     def __len__(self) -> int:
         return len(self.names)
@@ -422,7 +426,7 @@ def measure(file: Path, *, batches: Sequence[int], device: str, threads: int | N
     try:
         for batch in track(batches, "timing", transient=True, console=Console(stderr=True)):
             chance = torch.Generator().manual_seed(0)
-            images = torch.randint(0, 256, (batch, *network.image), dtype=torch.uint8, generator=chance).to(where)
+            images = torch.randint(0, 256, (batch, *network.image), dtype=torch.uint8, device="cpu", generator=chance).to(where)
             with torch.inference_mode():
                 times = sorted(_times(network, images, rounds))
             median = times[len(times) // 2]

@@ -37,6 +37,7 @@ RUN_HERE = {
 """Commands that :func:`test_small_runs` runs, with these arguments."""
 
 RUN_BY = {
+    "make": "tests/network/test_c_program.py::test_the_program_prints_the_networks_integers",
     "python -m qflash_lab.verify.bounds": "tests/lab/verify/test_bounds.py::test_the_command_prints_every_quantity",
     "python golden/checker.py": "tests/core/test_golden.py::test_checker_agrees_and_needs_nothing_of_the_package",
     "python scripts/sanitize_gpu.py": "tests/kernels/test_sanitize_gpu.py::test_workers_behind_a_tool",

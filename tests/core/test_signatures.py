@@ -23,6 +23,8 @@ MORE = {
     # the constants of a normalisation, tokens that it takes, what it adds to, and whether the mean stays
     "specification/layers.py": {"layer_norm"},
     "reference_backend.py": {"layer_norm"},
+    "kernels/cpu/backend.py": {"layer_norm"},
+    "network/float_parts.py": {"__init__"},
     "kernels/layers.py": {"launch_layer_norm"},
     "kernels/triton/network.py": {"layer_norm_launch"},
     "network/execution.py": {"int8_linear", "patch_embedding", "_check_linear", "_check_embedding"},

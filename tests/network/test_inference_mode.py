@@ -97,12 +97,13 @@ def test_a_graph_made_in_one_mode_and_called_in_another(
 
 
 @pytest.mark.parametrize("batch", [torch.tensor(2), numpy.array(2), numpy.uint8(2)], ids=repr)
-def test_batches_in_a_box(batch: Any, capture: FakeCapture) -> None:
-    run = NetworkGraph(capture.network, batch)
+def test_batches_in_a_box(batch: Any, made: Any) -> None:  # noqa: F811
+    _, network = made("class token")
+    run = network.graph(batch)
     assert type(run.batch) is int and run.batch == 2
     for wrong in (numpy.float64(2), numpy.bool_(True), torch.tensor(True), torch.tensor(2.0), torch.tensor([2, 2]), "2"):
         with pytest.raises(TypeError, match="batch must be an integer, got "):
-            NetworkGraph(capture.network, wrong)
+            network.graph(wrong)
 
 
 def test_a_network_made_in_inference_mode_is_written_to_outside(made: Any, tmp_path: Path) -> None:  # noqa: F811

@@ -95,12 +95,12 @@ def test_saturation_is_counted(model: Any, monkeypatch: pytest.MonkeyPatch) -> N
     clipped = total = 0
     saturate = op.saturate
 
-    def counting(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def counting(x: torch.Tensor, dtype: torch.dtype, *check: Any) -> torch.Tensor:
         nonlocal clipped, total
         if dtype == torch.int8:
             clipped += int(((x < -128) | (x > 127)).sum())
             total += x.numel()
-        return saturate(x, dtype)
+        return saturate(x, dtype, *check)
 
     monkeypatch.setattr(op, "saturate", counting)
     network(images[:8])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -139,11 +139,10 @@ def neighbours(x: torch.Tensor) -> torch.Tensor:
     return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
 
 
+@functools.cache
 def angles(*shape: int) -> torch.Tensor:
-    """Return angles for some tokens and pairs."""
-    # a tracer takes no generator
-    numbers = torch.arange(math.prod(shape), dtype=torch.float64).view(shape) + shape[-1]
-    return (((numbers * 12.9898).sin() * 43758.5453) % 1 * 6).float()
+    """Return angles for some tokens and pairs; :func:`build` has them made before a tracer asks, which takes no generator."""
+    return torch.rand(shape, generator=torch.Generator().manual_seed(shape[-1])) * 6
 
 
 def _sum(x: torch.Tensor, other: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
@@ -230,6 +229,7 @@ def build(query: Turn, key: Turn | None = None, **options: Any) -> Model:
     with torch.no_grad():
         for x in model.parameters():
             x.add_(0.3 * torch.randn_like(x) if x.dim() == 1 else x)
+        model(torch.zeros(1, 3, 16, 16))
     return model
 
 

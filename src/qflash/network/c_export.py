@@ -34,14 +34,14 @@ NAME_BYTES = 64
 """Of an output, with a zero at the end."""
 _LINE = 64
 _SOURCES = ("attention.c", "network.c", "products.h")
-_PROGRAM = ("runtime.c", "main.c", "qflash.h", "Makefile")
+_PROGRAM = ("runtime.c", "main.c", "qflash_network.h", "Makefile")
 
 
 def export_c(network: IntegerNetwork, folder: str | os.PathLike[str], *, batch: int = 1) -> None:
     """Write a network as C sources with its weights: ``make`` builds a program that prints what the network computes.
 
     ``./network images.raw`` takes uint8 pixels (batch, channels, height, width) and prints int32 outputs, bit for bit those of
-    the network; ``qflash.h`` is the interface for other programs. A C compiler with GCC's vector types is all that is needed,
+    the network; ``qflash_network.h`` is the interface for other programs. A C compiler with GCC's vector types is all that is needed,
     GCC or Clang. The machine that builds it need not be this one, but has to be little-endian, as all current ones are.
 
     Args:

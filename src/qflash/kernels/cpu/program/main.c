@@ -1,6 +1,6 @@
 /* Prints the outputs of a network: ./network IMAGES [NETWORK]. IMAGES holds uint8 pixels (images, channels, height, width), as
  * many as the network was exported for, or a multiple of these. A line for each image and output: name, then integers. */
-#include "qflash.h"
+#include "qflash_network.h"
 
 #include <inttypes.h>
 #include <stdio.h>

@@ -1,5 +1,5 @@
-/* Reads and runs what qflash.export_c writes: see qflash.h. network/c_export.py writes the file, and says what is in it. */
-#include "qflash.h"
+/* Reads and runs what qflash.export_c writes: see qflash_network.h. network/c_export.py writes the file, and says what is in it. */
+#include "qflash_network.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -108,7 +108,7 @@ static int read_calls(
             const int64_t region = pointers[2 * p], place = pointers[2 * p + 1];
             const int64_t bytes = region ? arena_bytes : constant_bytes;
             char *address = region < 0 ? NULL : (region ? x->arena : constants) + place;
-            if (region > 1 || (region >= 0 && (place < 0 || place > bytes))) return QFLASH_DAMAGED;
+            if (region > 1 || region < -1 || (region >= 0 && (place < 0 || place > bytes))) return QFLASH_DAMAGED;
             memcpy(to + p * (int64_t)sizeof(void *), &address, sizeof address);
         }
         memcpy(to + (room - head[2]) * 8, integers, (size_t)head[2] * 8);

@@ -9,8 +9,8 @@
  *
  * Several networks may compute at the same time, one network for one thread at a time.
  */
-#ifndef QFLASH_H
-#define QFLASH_H
+#ifndef QFLASH_NETWORK_H
+#define QFLASH_NETWORK_H
 
 #include <stdint.h>
 

@@ -238,6 +238,7 @@ def quantise(model: Model) -> Any:
     return qflash.quantize_model(model, [images], mean=[0.5] * 3, std=[0.5] * 3, progress=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turn", TURNS)
 @pytest.mark.parametrize("options", [{}, {"norms": True}, {"pool": "token"}, {"norms": True, "pool": "token"}], ids=str)
 def test_every_spelling_of_a_turn_becomes_integers(turn: str, options: dict[str, Any]) -> None:

@@ -41,8 +41,8 @@ def export_c(network: IntegerNetwork, folder: str | os.PathLike[str], *, batch: 
     """Write a network as C sources with its weights: ``make`` builds a program that prints what the network computes.
 
     ``./network images.raw`` takes uint8 pixels (batch, channels, height, width) and prints int32 outputs, bit for bit those of
-    the network; ``qflash_network.h`` is the interface for other programs. A C compiler with GCC's vector types is all that is needed,
-    GCC or Clang. The machine that builds it need not be this one, but has to be little-endian, as all current ones are.
+    the network; ``qflash_network.h`` is the interface for other programs. A C compiler with GCC's vector types is all that is
+    needed, GCC or Clang. The machine that builds it need not be this one, but has to be little-endian, as all current ones are.
 
     Args:
         network: what :func:`qflash.quantize_model` or :func:`qflash.load_model` returns, on the CPU.

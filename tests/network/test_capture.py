@@ -73,6 +73,7 @@ def test_integers_stay_close_to_the_model(name: str) -> None:
         assert centred > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_back_ends_files_and_batches_have_the_same_bits(name: str, tmp_path: Path) -> None:
     network = quantised(name)[1]
@@ -107,6 +108,7 @@ def test_kernels_have_the_same_bits(name: str) -> None:
         assert torch.equal(got.cpu(), wanted[label])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_node_can_stay_float(name: str, tmp_path: Path) -> None:
     """With all of them a network is its model; with every second one it is closer, saves, loads and exports to ONNX."""
@@ -136,6 +138,7 @@ def test_every_node_can_stay_float(name: str, tmp_path: Path) -> None:
         assert sqnr_db(want.double(), torch.tensor(got).double()) > 35
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_onnxruntime_has_the_same_bits(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnx")

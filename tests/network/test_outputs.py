@@ -84,6 +84,7 @@ def wanted_of(name: str, model: nn.Module, x: torch.Tensor) -> dict[str, torch.T
     return found if isinstance(found, dict) else {f"output{number}": each for number, each in enumerate(found)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     model, network = quantised(name)
@@ -107,6 +108,7 @@ def test_outputs_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     assert compared.sqnr_db.keys() == shapes.keys() and min(compared.sqnr_db.values()) > 25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_exports_have_the_same_bits(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnx")

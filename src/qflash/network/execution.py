@@ -104,15 +104,30 @@ def _check_linear(
                 f"{tuple(x.shape)}"
             )
         _check_device("scatter", scatter, x)
+    _check_residual(residual, (*x.shape[:-1], weight.shape[0]), out_dtype, x)
+
+
+def _check_residual(residual: torch.Tensor | None, shape: tuple[int, ...], out_dtype: torch.dtype, x: torch.Tensor) -> None:
+    """Require None, or a residual for an int16 output of a shape, on the device of x."""
     if residual is None:
         return
     check_tensor("residual", residual, (torch.int16,), 1)
     if out_dtype != torch.int16:
         raise TypeError(f"out_dtype must be int16 with a residual, got {str(out_dtype).removeprefix('torch.')}")
-    expected = (*x.shape[:-1], weight.shape[0])
-    if residual.shape != expected:
-        raise ValueError(f"residual must have the output's shape {tuple(expected)}, got {tuple(residual.shape)}")
+    if residual.shape != shape:
+        raise ValueError(f"residual must have the output's shape {shape}, got {tuple(residual.shape)}")
     _check_device("residual", residual, x)
+
+
+def _check_gather(gather: torch.Tensor, h: torch.Tensor) -> None:
+    """Require a table of the tokens that rows of h are made of."""
+    check_tensor("gather", gather, (torch.int32,), 2)
+    if h.dim() != 3 or gather.dim() != 2 or gather.shape[1] < 1:
+        raise ValueError(
+            f"gather must be (new tokens, pieces) for h (batch, tokens, channels), got {tuple(gather.shape)} for "
+            f"{tuple(h.shape)}"
+        )
+    _check_device("gather", gather, h)
 
 
 def _check_activation(x: torch.Tensor, outputs: int, made: op.Activation) -> None:
@@ -134,13 +149,7 @@ def _check_layer_norm(
     check_tensor("h", h, (torch.int16,), 1)
     channels = h.shape[-1]
     if gather is not None:
-        check_tensor("gather", gather, (torch.int32,), 2)
-        if h.dim() != 3 or gather.dim() != 2 or gather.shape[1] < 1:
-            raise ValueError(
-                f"gather must be (new tokens, pieces) for h (batch, tokens, channels), got {tuple(gather.shape)} for "
-                f"{tuple(h.shape)}"
-            )
-        _check_device("gather", gather, h)
+        _check_gather(gather, h)
         channels *= gather.shape[1]
     if not 1 <= channels <= op.MAX_CHANNELS:
         joined = "" if gather is None else f" of {gather.shape[1]} tokens"

@@ -10,7 +10,7 @@ import torch
 from ...backends import find_backend
 from ...specification import layers as op
 from ...validation import check_tensor
-from ..execution import _check_constants, _check_device, _check_number, _check_output, _check_tokens
+from ..execution import _check_constants, _check_gather, _check_number, _check_output, _check_tokens
 from ..modules import OwnForms, _require_sizes, require_lists, require_within
 
 _LIBRARY = torch.library.Library("qflash", "FRAGMENT")
@@ -96,12 +96,7 @@ def _check(
     check_tensor("h", h, (torch.int16,), 1)
     shape = tuple(h.shape)
     if gather is not None:
-        check_tensor("gather", gather, (torch.int32,), 2)
-        if h.dim() != 3 or gather.dim() != 2 or gather.shape[1] < 1:
-            raise ValueError(
-                f"gather must be (new tokens, pieces) for h (batch, tokens, channels), got {tuple(gather.shape)} for {shape}"
-            )
-        _check_device("gather", gather, h)
+        _check_gather(gather, h)
         shape = h.shape[0], gather.shape[0], gather.shape[1] * h.shape[2]
     _check_constants(h, shape[-1], multiplier=multiplier, offset=offset)
     _check_number("left", left, 0, 30)

@@ -12,8 +12,7 @@ import torch
 
 from ...backends import find_backend
 from ...specification import layers as op
-from ...validation import check_tensor
-from ..execution import _check_device, _check_layer_norm, _check_tokens
+from ..execution import _check_layer_norm, _check_residual, _check_tokens
 from ..modules import LayerNorm
 
 _LIBRARY = torch.library.Library("qflash", "FRAGMENT")
@@ -41,13 +40,7 @@ def _check(
     if not centred and epsilon == op.MAX_EPSILON:
         raise ValueError(f"epsilon must be below {op.MAX_EPSILON} where the mean stays, got {epsilon}")
     shape = tuple(h.shape) if gather is None else (h.shape[0], gather.shape[0], len(gain))
-    if residual is not None:
-        check_tensor("residual", residual, (torch.int16,), 1)
-        if out_dtype != torch.int16:
-            raise TypeError(f"out_dtype must be int16 with a residual, got {str(out_dtype).removeprefix('torch.')}")
-        if tuple(residual.shape) != shape:
-            raise ValueError(f"residual must have the output's shape {shape}, got {tuple(residual.shape)}")
-        _check_device("residual", residual, h)
+    _check_residual(residual, shape, out_dtype, h)
     return shape
 
 

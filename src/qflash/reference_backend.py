@@ -156,21 +156,12 @@ class Backend:
             scatter: where output and residual have each token; None: in the same place.
         """
         near = residual if residual is None or scatter is None else residual.index_select(1, scatter)
-        out = self._linear(x, layer, out_dtype, near, activation)
-        return out if scatter is None else layers.scatter_tokens(out, scatter)
-
-    def _linear(
-        self,
-        x: torch.Tensor,
-        layer: LinearIntegers,
-        dtype: torch.dtype,
-        residual: torch.Tensor | None,
-        activation: Activation | None,
-    ) -> torch.Tensor:
         out = layers.rescale(layers.integer_matmul(x, layer.weight), layer.left, layer.bias, layer.multiplier)
         if activation is not None:
-            return layers.activate(out, activation)
-        return layers.saturate(out if residual is None else layers.add_residual(out, residual), dtype)
+            out = layers.activate(out, activation)
+        else:
+            out = layers.saturate(out if near is None else layers.add_residual(out, near), out_dtype)
+        return out if scatter is None else layers.scatter_tokens(out, scatter)
 
     def layer_norm(
         self, h: torch.Tensor, epsilon: int, gain: torch.Tensor, offset: torch.Tensor, shift: int, out_dtype: torch.dtype,
@@ -178,20 +169,15 @@ class Backend:
     ) -> torch.Tensor:  # fmt: skip
         """Normalise rows, each of one token or of those that ``gather`` names; see :mod:`qflash.network.execution`."""
         h = h if gather is None else layers.gather_tokens(h, gather)
-        return self._layer_norm(h, epsilon, gain, offset, shift, out_dtype, centred=centred, residual=residual)
-
-    def _layer_norm(self, h: torch.Tensor, *constants: Any, **more: Any) -> torch.Tensor:
-        return layers.layer_norm(h, *constants, **more)
+        return layers.layer_norm(h, epsilon, gain, offset, shift, out_dtype, centred=centred, residual=residual)
 
     def narrow(
         self, h: torch.Tensor, multiplier: torch.Tensor, left: int, offset: torch.Tensor, out_dtype: torch.dtype,
         gather: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Bring a residual stream, or tokens of it, to int8; see :mod:`qflash.network.operators.narrow`."""
-        return self._narrow(h if gather is None else layers.gather_tokens(h, gather), multiplier, left, offset, out_dtype)
-
-    def _narrow(self, h: torch.Tensor, *constants: Any) -> torch.Tensor:
-        return layers.narrow(h, *constants)
+        h = h if gather is None else layers.gather_tokens(h, gather)
+        return layers.narrow(h, multiplier, left, offset, out_dtype)
 
     def embed_tokens(self, ids: torch.Tensor, table: torch.Tensor, position: torch.Tensor | None) -> torch.Tensor:
         """Bring ids of tokens to the residual stream; see :mod:`qflash.network.operators.token_embedding`."""

@@ -98,7 +98,7 @@ def _written(plan: Plan, images: torch.Tensor, scales: dict[str, float]) -> byte
     calls = []
     for call, pointers in zip(plan.calls, plan.pointers, strict=True):
         flat = []
-        for each in (*pointers, *(None,) * (_pointers(call.arguments) - len(pointers))):
+        for each in pointers:
             if each is None:
                 flat += [-1, 0]
             elif each.constant is None:
@@ -120,10 +120,6 @@ def _written(plan: Plan, images: torch.Tensor, scales: dict[str, float]) -> byte
     constants.extend(bytes(_aligned(len(constants)) - len(constants)))
     whole = (b"QFLASHC1" + header + body).ljust(begin, b"\0") + bytes(constants)
     return whole + struct.pack("<Q", _checksum(whole))
-
-
-def _pointers(arguments: object) -> int:
-    return len(type(arguments)._fields_) - 1  # type: ignore[attr-defined]
 
 
 def _checksum(content: bytes) -> int:

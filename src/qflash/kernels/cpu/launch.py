@@ -231,6 +231,11 @@ class Call:
     arguments: ctypes.Structure
     tensors: tuple[torch.Tensor | None, ...]
 
+    @property
+    def pointers(self) -> list[str]:
+        """Names of the pointers, in their order; the integers are behind them."""
+        return [name for name, _ in type(self.arguments)._fields_[:-1]]  # type: ignore[misc]
+
 
 _calls: ContextVar[list[Call] | None] = ContextVar("_calls", default=None)
 

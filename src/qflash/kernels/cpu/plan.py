@@ -99,8 +99,7 @@ class Plan:
 
         array_of(given).first = 0
         for number, call in enumerate(self.calls):
-            names = [name for name, _ in type(call.arguments)._fields_]  # type: ignore[misc]
-            for name, x in zip(names, call.tensors, strict=False):
+            for name, x in zip(call.pointers, call.tensors, strict=True):
                 if x is not None:
                     array = array_of(x)
                     array.last = number
@@ -147,9 +146,8 @@ class Runner:
         packed: dict[tuple[int, ...], int] = {}
         self._arguments = []
         for call, pointers in zip(plan.calls, plan.pointers, strict=True):
-            names = [name for name, _ in type(call.arguments)._fields_]  # type: ignore[misc]
             own = type(call.arguments).from_buffer_copy(call.arguments)
-            for name, pointer in zip(names, pointers, strict=False):
+            for name, pointer in zip(call.pointers, pointers, strict=True):
                 setattr(own, name, None if pointer is None else self._at(pointer))
             if isinstance(own, LINEAR) and own.integers[7] == 1:  # of int8 inputs
                 key = own.weight, own.integers[1], own.integers[2]

@@ -74,7 +74,8 @@ class CpuBackend(KernelBackend):
         if scatter is None:
             return network.launch_linear(x, layer, out_dtype, residual, activation)
         # row i of the output is that of the token which goes there
-        order = scatter.argsort().to(torch.int32)
+        order = torch.empty_like(scatter)
+        order[scatter.to(torch.int64)] = torch.arange(len(scatter), dtype=torch.int32, device="cpu")
         return network.launch_linear(network.gather_rows(x, order), layer, out_dtype, residual, activation)
 
     def layer_norm(

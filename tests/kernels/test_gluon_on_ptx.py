@@ -525,6 +525,8 @@ def test_what_lies_beside_a_tensor_is_not_read() -> None:
         (130, 400, 256, rules.LINEAR_TILES[0]),  # a tile that is no whole one, below and beside; several for a program
         (70, 96, 96, rules.LINEAR_TILES[1]),  # one step of inputs; groups of 32 outputs
         (197, 128, 192, rules.LINEAR_TILES[2]),
+        (70, 400, 80, rules.LINEAR_TILES[3]),  # groups of 16 outputs
+        (40, 144, 64, rules.LINEAR_TILES[4]),  # a ring of more steps than there are
     ],
 )
 def test_linear_layers(
@@ -581,7 +583,7 @@ def test_layer_norms(emulated: Load, draw: str) -> None:
 @pytest.mark.usefixtures("one_processor")
 @pytest.mark.parametrize("channels", [128, 256, 300])
 def test_layer_norms_of_many_rows(emulated: Load, channels: int) -> None:
-    """A program then has eight, and a thread up to four of a channel."""
+    """A program then has several."""
     emulated("network_cases")
     check_norms([network_cases.draw_layer_norm(channels + 2, channels, rows=33)])
 

@@ -13,6 +13,7 @@ import torch
 from helpers import DEVICE, same_bits
 from network_cases import KINDS, MOVING, Layer, draw_layer_norm, draw_linear, edge_norms, extremes, integers, linear
 from qflash.kernels import device
+from qflash.kernels.triton import network as portable
 from small_networks import made  # noqa: F401 - a fixture
 
 
@@ -44,9 +45,24 @@ def test_layer_norms_have_the_reference_bits() -> None:
 
 @pytest.mark.parametrize("channels", [128, 300, 768])
 def test_layer_norms_of_many_rows(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program then has eight, and a thread up to four of a channel."""
+    """A program then has several."""
     monkeypatch.setattr(device, "STAND_IN_PROCESSORS", 1)
     check(draw_layer_norm(channels + 2, channels, rows=33 if DEVICE.type == "cpu" else 6000))
+
+
+@pytest.mark.parametrize("images", [1, 2])
+@pytest.mark.parametrize("channels", [24, 32])
+def test_norms_of_heads_beside_others(images: int, channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries or keys of a row that has both, and are not copied for it."""
+    monkeypatch.setattr(device, "STAND_IN_PROCESSORS", 1)
+    _, *constants = draw_layer_norm(channels, channels).arguments
+    tokens = 9 if DEVICE.type == "cpu" else 3000
+    both = integers(-3000, 3000, (images, tokens, 10, channels), torch.int16, random.Random(channels))
+    for h in (both[:, :, :5], both[:, :, 5:]):
+        assert portable.heads_apart(h)
+        check(Layer("integer_layer_norm", (h, *constants)))
+    assert not portable.heads_apart(both.transpose(1, 2))
+    assert not portable.heads_apart(both[..., 1:])
 
 
 @pytest.mark.parametrize("draw", MOVING)

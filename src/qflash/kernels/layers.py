@@ -94,8 +94,10 @@ def launch_layer_norm(
     shape = h.shape if gather is None else (h.shape[0], gather.shape[0], channels)
     out = torch.empty(shape, dtype=out_dtype, device=h.device)
     if out.numel():
+        if gather is not None or not portable.heads_apart(h):
+            h = h.contiguous()
         portable.layer_norm_launch(
-            h.contiguous(), epsilon, gain.contiguous(), offset.contiguous(), shift, out.view(-1, channels),
+            h, epsilon, gain.contiguous(), offset.contiguous(), shift, out.view(-1, channels),
             None if gather is None else gather.contiguous(), centred=centred,
             residual=None if residual is None else residual.contiguous(),
         ).run()  # fmt: skip

@@ -229,16 +229,23 @@ def load(name: str, pretrained: bool = False, image_size: int | None = None) -> 
         return small_models.load_model(full), small_models.MODELS[full].image_shape
     timm = require_timm()
     options = {} if image_size is None else {"img_size": image_size}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        try:
-            model = timm.create_model(full, pretrained=pretrained, **options)
-        except (TypeError, ValueError, AssertionError) as error:
-            if image_size is None:
-                raise
-            raise ValueError(
-                f"model {name!r} cannot be built for an image_size of {image_size}: {errors.describe(error)}"
-            ) from error
+
+    def create(**more: bool) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return timm.create_model(full, pretrained=pretrained, **options, **more)
+
+    try:
+        model = create()
+        if getattr(model, "dynamic_img_size", False):
+            # DINOv3 else makes its positions on the CPU in every call, which a CUDA graph cannot hold
+            model = create(dynamic_img_size=False)
+    except (TypeError, ValueError, AssertionError) as error:
+        if image_size is None:
+            raise
+        raise ValueError(
+            f"model {name!r} cannot be built for an image_size of {image_size}: {errors.describe(error)}"
+        ) from error
     channels, *own = model.pretrained_cfg["input_size"]
     return model.eval(), (channels, *(own if image_size is None else (image_size, image_size)))
 

@@ -11,6 +11,7 @@ The bits of :mod:`qflash.specification.layers`, by the functions of :mod:`.commo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -106,17 +107,23 @@ def int8_linear_kernel(
 MAX_PARTS = 12
 """Parts of a row of channels that a program of :func:`integer_layer_norm_kernel` keeps in registers, at most."""
 
+_NORM_PART = 256
+"""Channels a part at most where there are many rows, whose squares take two registers each."""
 
-@triton.jit(do_not_specialize=("epsilon_high", "epsilon_low", "shift", "tokens", "new_tokens", "image_inverse", "image_bits"))
+
+@triton.jit(
+    do_not_specialize=("pitch", "epsilon_high", "epsilon_low", "shift", "tokens", "new_tokens", "image_inverse", "image_bits")
+)
 def integer_layer_norm_kernel(
     h_ptr, gain_ptr, offset_ptr, o_ptr, gather_ptr, residual_ptr,
-    rows, epsilon_high, epsilon_low, shift, tokens, new_tokens, image_inverse, image_bits,
-    CHANNELS: tl.constexpr, CONSTANTS: tl.constexpr, PIECES: tl.constexpr, BLOCK_M: tl.constexpr, PART: tl.constexpr,
-    WARPS: tl.constexpr, DEPENDENT: tl.constexpr, GUARD: tl.constexpr, CENTRED: tl.constexpr,
+    rows, pitch, epsilon_high, epsilon_low, shift, tokens, new_tokens, image_inverse, image_bits,
+    CHANNELS: tl.constexpr, CONSTANTS: tl.constexpr, PIECES: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
+    PART: tl.constexpr, WARPS: tl.constexpr, DEPENDENT: tl.constexpr, GUARD: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
     """Normalise BLOCK_M rows of CHANNELS int16, contiguous, in parts of PART channels.
 
-    A row is one of h (rows, CHANNELS); or, with PIECES > 0, joined of so many tokens of h (images, tokens, CHANNELS / PIECES),
+    A row is one of h (rows, CHANNELS); with HEADS > 0 so many rows lie one behind the other, and ``pitch`` numbers behind their
+    beginning the next ones; or, with PIECES > 0, joined of so many tokens of h (images, tokens, CHANNELS / PIECES),
     their numbers in gather (new tokens, PIECES). Epsilon is ``epsilon_high * 2**30 + epsilon_low``. CONSTANTS are those of
     rows, :func:`.layers.row_constants`. The residual is int16 (rows, CHANNELS), or None, which leaves no argument of the
     compiled kernel. Unless CENTRED the mean stays.
@@ -137,7 +144,7 @@ def integer_layer_norm_kernel(
         image = (m * image_inverse) >> image_bits
         new_token = (m - image * new_tokens).to(tl.int32)
     for i in tl.static_range(PARTS * (PIECES if PIECES else 1)):
-        start = m * WIDTH
+        start = m // HEADS * pitch + m % HEADS * WIDTH if HEADS else m * WIDTH
         seen = here
         if PIECES:
             token = tl.load(gather_ptr + new_token * PIECES + i // PARTS, mask=here, other=0)
@@ -156,8 +163,6 @@ def integer_layer_norm_kernel(
     channels, total, factor, right = row_factors(total, tl.sum(squares, 1), epsilon, CHANNELS, CONSTANTS, GUARD)
     there = here[:, None] & inside[None, :]
     PLAIN: tl.constexpr = GUARD or BLOCK_M * PART < 4 * 32 * WARPS
-    # A thread has a channel of four rows: then it pays to make the product's addend, two registers, of the offset.
-    SHARED: tl.constexpr = BLOCK_M >= 4 * WARPS and PART >= 8 * 32
     for i in tl.static_range(PARTS * (PIECES if PIECES else 1)):
         channel = i // PARTS * WIDTH + i % PARTS * PART + c
         y = normalise(parts[i], channels[:, None], total[:, None], factor[:, None], right[:, None], GUARD)
@@ -167,11 +172,7 @@ def integer_layer_norm_kernel(
         offset = tl.load(offset_ptr + every, mask=inside[None, :], other=0)
         # rounded half up; the sum is below 2**31
         half = 1 << (shift - 1)
-        if SHARED:
-            y = multiply_round(y << 4, gain, GUARD, offset + half)
-        else:
-            y = multiply_round(y << 4, gain, GUARD) + offset + half
-        y = y >> shift
+        y = (multiply_round(y << 4, gain, GUARD) + offset + half) >> shift
         if residual_ptr is not None:
             y += tl.load(residual_ptr + m[:, None] * CHANNELS + channel[None, :], mask=there, other=0).to(tl.int32)
         out = saturate(y, o_ptr.dtype.element_ty, PLAIN)
@@ -289,10 +290,22 @@ def linear_launch(call: LinearCall) -> KernelLaunch:
     return KernelLaunch(int8_linear_kernel, grid, arguments, {"num_warps": warps, "num_stages": 3})
 
 
-_NORM_WARPS = 2
-# rows that a program of these normalises; measured on one H100 (benchmarks/archive/linear_h100.json)
-_MANY_ROWS = 8
-_FEW_ROWS = 2
+def _norm_tile(rows: int, channels: int, processors: int) -> tuple[int, int]:
+    """Return rows a program of a normalisation and its warps; measured on an H200 (benchmarks/archive/few_tiles_h200.json).
+
+    A thread has 24 to 64 numbers: with more, a processor has registers for too few programs to hide the time of loads.
+    """
+    block, warps = (32, 2) if channels <= 128 else (4, 2) if channels <= 512 else (4, 4)
+    return block if rows >= 2 * block * processors else 2, warps
+
+
+def heads_apart(h: torch.Tensor) -> bool:
+    """Tell whether ``h`` (..., tokens, heads, channels) is contiguous but for a gap behind each token."""
+    if h.dim() < 3:
+        return False
+    gaps = [*h.shape[1:-2], h.stride(-3)]
+    wanted = [math.prod(gaps[i:]) for i in range(len(gaps))]
+    return list(h.stride()) == [*wanted, h.shape[-1], 1]
 
 
 def layer_norm_launch(
@@ -310,19 +323,23 @@ def layer_norm_launch(
     """Spell out the launch that normalises ``h``, int16 (..., channels), into ``out`` (rows, channels); all contiguous.
 
     Args:
+        h: or heads of tokens that lie apart, see :func:`heads_apart`.
         gather: int32 (new tokens, pieces), as :func:`qflash.network.execution.integer_layer_norm` takes it.
         centred: whether the mean is taken out.
         residual: int16 (rows, channels) for int16 outputs, or None.
     """
     rows, channels = out.shape
     width = h.shape[-1]
+    heads, pitch = (0, 0) if h.is_contiguous() else (h.shape[-2], h.stride(-3))
     new_tokens, pieces = (1, 0) if gather is None else gather.shape
     # whole parts of a token where its channels have a large power of two among their factors, one padded part otherwise
+    block, warps = _norm_tile(rows, channels, processors_of(h.device))
     part = width & -width
     if part * MAX_PARTS < channels:
         part = triton.next_power_of_2(width)
+    elif block > 2:
+        part = min(part, max(_NORM_PART, triton.next_power_of_2(triton.cdiv(channels, MAX_PARTS))))
     dependent = dependent_launch(h.device, out.numel())
-    block = _MANY_ROWS if rows >= 4 * _MANY_ROWS * processors_of(h.device) else _FEW_ROWS
     arguments = {
         "h_ptr": h,
         "gain_ptr": gain,
@@ -331,6 +348,7 @@ def layer_norm_launch(
         "gather_ptr": gain if gather is None else gather,
         "residual_ptr": residual,
         "rows": rows,
+        "pitch": pitch,
         # two numbers of 32 bits: kernels are compiled for the width of an argument
         "epsilon_high": epsilon >> 30,
         "epsilon_low": epsilon & ((1 << 30) - 1),
@@ -341,14 +359,15 @@ def layer_norm_launch(
         "CHANNELS": channels,
         "CONSTANTS": tuple(row_constants(channels)),
         "PIECES": pieces,
+        "HEADS": heads,
         "BLOCK_M": block,
         "PART": part,
-        "WARPS": _NORM_WARPS,
+        "WARPS": warps,
         "DEPENDENT": dependent,
         "GUARD": h.device.type == "cpu",
         "CENTRED": centred,
     }
-    options = {"num_warps": _NORM_WARPS, "num_stages": 1, "launch_pdl": dependent != ""}
+    options = {"num_warps": warps, "num_stages": 1, "launch_pdl": dependent != ""}
     return KernelLaunch(integer_layer_norm_kernel, (triton.cdiv(rows, block),), arguments, options)
 
 
@@ -389,7 +408,8 @@ def narrow_launch(
     return KernelLaunch(integer_narrow_kernel, grid, arguments, {"num_warps": 4, "launch_pdl": dependent != ""})
 
 
-_MEAN_CHANNELS = 128
+# small blocks of channels: an image alone leaves most processors without work otherwise
+_MEAN_TOKENS, _MEAN_CHANNELS = 64, 64
 
 
 def mean_launch(x: torch.Tensor, multiplier: torch.Tensor, left: int, offset: torch.Tensor, out: torch.Tensor) -> KernelLaunch:
@@ -408,7 +428,7 @@ def mean_launch(x: torch.Tensor, multiplier: torch.Tensor, left: int, offset: to
         "channels": channels,
         "image_stride": x.stride(0),
         "left": left,
-        "BLOCK_T": 16,
+        "BLOCK_T": _MEAN_TOKENS,
         "BLOCK_C": _MEAN_CHANNELS,
         "DEPENDENT": dependent,
         "GUARD": x.device.type == "cpu",

@@ -373,15 +373,15 @@ _LINEAR_DEPTH = 128
 def linear_refusal(call: LinearCall) -> str | None:
     """Return why :mod:`.sm90.linear` does not take the call, or None.
 
-    What the copy engine reads begins and goes on at multiples of 16 bytes; outputs are in groups of 32 or 64.
+    What the copy engine reads begins and goes on at multiples of 16 bytes; outputs are in groups of 16, 32 or 64.
     """
     outputs, inputs = call.weight.shape
     if call.x.device.type == "cpu" or capability_of(call.x.device) != (9, 0):
         return "it is for Hopper (sm_90)"
     if call.x.dtype != torch.int8:
         return "it takes int8"
-    if inputs % 16 or outputs % 32 or (call.x.data_ptr() | call.weight.data_ptr()) & 15:
-        return "it takes a multiple of 16 inputs and of 32 outputs, from addresses that are multiples of 16"
+    if inputs % 16 or outputs % 16 or (call.x.data_ptr() | call.weight.data_ptr()) & 15:
+        return "it takes multiples of 16 inputs and outputs, from addresses that are multiples of 16"
     return None
 
 
@@ -393,7 +393,7 @@ def linear_launch(call: LinearCall) -> KernelLaunch:
     tiles = choose_linear_tiles(rows, inputs, outputs, processors)
     wide, high = triton.cdiv(outputs, tiles.block_n), triton.cdiv(rows, tiles.block_m)
     programs = min(wide * high, processors * tiles.programs)
-    group = 64 if outputs % 64 == 0 else 32
+    group = min(outputs & -outputs, 64)
     # of a group's outputs, those that a lane has of every eight accumulator columns lie side by side
     shape = [outputs // group, group // 8, 4, 2, inputs]
     strides = [group * inputs, 2 * inputs, group // 4 * inputs, inputs, 1]

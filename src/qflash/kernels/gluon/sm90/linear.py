@@ -53,7 +53,7 @@ def sums_layout(columns, warps):
 def outputs_layout(columns, rows, group, warps):
     """Return the accumulator's layout with columns as they are in memory: a lane has a quarter of every ``group``."""
     near = [[0, bit] for bit in (2, 4, 8) if bit < group // 4]
-    far = [[0, bit] for bit in (32, 64, 128) if group <= bit < columns]
+    far = [[0, bit] for bit in (16, 32, 64, 128) if group <= bit < columns]
     below = [[bit, 0] for bit in (64, 128) if 16 * warps <= bit < rows]
     lanes = [[0, group // 4], [0, group // 2], [1, 0], [2, 0], [4, 0]]
     own = [[16 << bit, 0] for bit in range(warps.bit_length() - 1)]

@@ -230,7 +230,7 @@ def load(name: str, pretrained: bool = False, image_size: int | None = None) -> 
     timm = require_timm()
     options = {} if image_size is None else {"img_size": image_size}
 
-    def create(**more: bool) -> nn.Module:
+    def create(**more: bool) -> Any:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return timm.create_model(full, pretrained=pretrained, **options, **more)

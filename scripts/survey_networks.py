@@ -39,6 +39,7 @@ MODULES = (
     "vision_transformer", "deit", "beit", "vision_transformer_relpos", "swin_transformer", "vision_transformer_hybrid", "eva",
     "cait", "xcit", "volo", "swin_transformer_v2", "swin_transformer_v2_cr", "vision_transformer_sam", "naflexvit", "pit",
     "crossvit", "convit", "tnt", "twins", "pvt_v2", "hiera", "nest", "mvitv2", "vitamin", "levit", "visformer", "davit",
+    "qwen3_vit", "gemma4_vit", "deepseek_vit",
 )  # fmt: skip
 """timm's modules of transformers."""
 LARGEST = 150e6
@@ -361,7 +362,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", help="parts of names")
     parser.add_argument("--fresh", action="store_true", help="forget what was recorded")
-    parser.add_argument("--again", action="store_true", help="forget what was refused or not run")
+    parser.add_argument("--again", action="store_true", help="forget which of the models were refused or not run")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true", help="write the tables of docs/models.md, and run nothing")
     given = parser.parse_args(arguments)
@@ -371,8 +372,11 @@ def main(arguments: list[str]) -> int:
     store = Store(given.output, given.fresh)
     if given.again:
         for section in ("timm_runs", "torchvision_runs", "transformers_runs"):
-            kept = {name: result for name, result in store.section(section).items() if "sqnr_db" in result}
-            store.data[section] = kept
+            store.data[section] = {
+                key: result
+                for key, result in store.section(section).items()
+                if "sqnr_db" in result or not is_chosen(result.get("name", key), given.names)
+            }
     survey_others("torchvision", torchvision_models(), given.names, store)
     survey_others("transformers", transformers_models(), given.names, store)
     survey_timm(given.names, store)

@@ -34,6 +34,11 @@ def published(name: str, **options: Any) -> nn.Module:
     return timm.create_model(name, **{"img_size": SIDE, "num_classes": 6, **options})
 
 
+def clip_classes() -> nn.Module:
+    config = transformers.CLIPConfig(vision_config=_TRANSFORMERS, num_labels=6)
+    return transformers.CLIPForImageClassification(config)
+
+
 def of_transformers(name: str, kind: str = "ForImageClassification", **options: Any) -> nn.Module:
     config = getattr(transformers, f"{name}Config")(**(_SWIN if name.startswith("Swin") else _TRANSFORMERS), **options)
     return getattr(transformers, f"{name}{kind}")(config)
@@ -170,6 +175,11 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "timm: EVA, norms before sums": lambda: published(
         "eva02_enormous_patch14_clip_224", depth=2, embed_dim=48, num_heads=2, patch_size=8
     ),
+    "timm: norms inside of branches": lambda: vit(scale_attn_norm=True, scale_mlp_norm=True),
+    "timm: attention and MLP in parallel": lambda: vit(
+        block_fn=timm.models.vision_transformer.ParallelScalingBlock, init_values=0.5, qk_norm=True, qkv_bias=False
+    ),
+    "timm: two of each in parallel": lambda: vit(block_fn=timm.models.vision_transformer.ParallelThingsBlock, init_values=0.5),
     "norms behind sums": NormsBehind,
     "root mean squares, spelled out": lambda: vit(norm_layer=SpelledOut),
     "transformers: Swin V2": lambda: of_transformers("Swinv2"),
@@ -192,6 +202,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "transformers: DINOv2 with registers": lambda: of_transformers("Dinov2WithRegisters"),
     "transformers: DINOv2, SwiGLU": lambda: of_transformers("Dinov2", use_swiglu_ffn=True),
     "transformers: CLIP": lambda: Logits(of_transformers("CLIPVision", "Model"), "pooler_output"),
+    "transformers: CLIP, classes": clip_classes,
     "transformers: BEiT": lambda: of_transformers("Beit", use_relative_position_bias=True),
     "transformers: BEiT, shared positions": lambda: of_transformers("Beit", use_shared_relative_position_bias=True),
     "transformers: SigLIP": lambda: Logits(of_transformers("SiglipVision", "Model"), "pooler_output"),

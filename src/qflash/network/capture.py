@@ -235,6 +235,21 @@ class Sigmoid:
         return float(slopes[0]) if len(slopes) == 1 and slopes[0] > 0 else None
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stacked:
+    """Tensors of different operations along a new dimension; only their sum can follow.
+
+    Attributes:
+        views: of one shape.
+        nodes: of the traced graph, whose values they are.
+        dim: the new dimension.
+    """
+
+    views: list[View]
+    nodes: list[fx.Node]
+    dim: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Product:
     """A linear layer that is not yet an operation: ``view @ matrix.T + bias``.
@@ -353,7 +368,7 @@ _OF_SHAPE = {aten.new_zeros, aten.new_ones, aten.new_full, aten.zeros_like, aten
 def _has_view(x: Any) -> bool:
     if isinstance(x, (list, tuple)):
         return any(_has_view(each) for each in x)
-    return isinstance(x, (View, Scores, Sigmoid, Squares, RowSize))
+    return isinstance(x, (View, Scores, Sigmoid, Squares, RowSize, Stacked))
 
 
 def _shape_of(x: Any) -> tuple[int, ...]:
@@ -547,6 +562,11 @@ class _Tracer(fx.Interpreter):
         return _side_by_side(parts, dim)
 
     def stack(self, tensors: Sequence[Any], dim: int = 0) -> Any:
+        nodes = self.node.args[0]
+        assert isinstance(nodes, (list, tuple))
+        views = [x for x in tensors if isinstance(x, View)]
+        if len(views) == len(tensors) and len({id(_base_of(x)) for x in views}) > 1:
+            return Stacked(views, [x for x in nodes if isinstance(x, fx.Node)], dim % (len(views[0].shape) + 1))
         wide = [x.moved(lambda y: y.unsqueeze(dim)) if isinstance(x, View) else x.unsqueeze(dim) for x in tensors]
         return self.cat(wide, dim)
 
@@ -822,6 +842,11 @@ class _Tracer(fx.Interpreter):
         return x.power(float(exponent))
 
     def row_sum(self, x: Any, dims: Any = None, keepdim: bool = False, **more: Any) -> Any:
+        if isinstance(x, Stacked):
+            over = [dims] if isinstance(dims, int) else dims
+            if over not in ([x.dim], [x.dim - len(x.views[0].shape) - 1]) or keepdim or len(x.views) != 2:
+                raise self.refusal("sum of more than two stacked tensors, or over another dimension")
+            return self.made("add", x.views, x.nodes, x.views[0].shape)
         last = len(x.shape) - 1
         given = None if dims is None else [d % len(x.shape) for d in ([dims] if isinstance(dims, int) else dims)]
         if not isinstance(x, Squares) or given != [last] or not keepdim:
@@ -1101,8 +1126,38 @@ def drop_unread_rows(captured: Captured) -> None:
             inputs[number] = renumbered(inputs[number])
         for output in ends:
             output.view = renumbered(output.view)
-        if operation.kind == "attention":
-            return
+
+
+def split_layers(captured: Captured) -> None:
+    """Make a layer of its own of those channels of a linear layer that an activation takes, where attention takes others.
+
+    Blocks that compute attention and MLP next to each other have one layer before both.
+    """
+    for layer in [each for each in captured.operations if each.kind == "linear" and each.inputs[0].source.kind != "images"]:
+        users = [(each, view) for each in captured.operations for view in each.inputs if view.source is layer]
+        if not any(user.kind in ("attention", "norm", "rotary") for user, _ in users):
+            continue
+        for user, view in users:
+            rows = view.places().reshape(-1, view.shape[-1])
+            columns = rows[0]
+            if user.kind not in ACTIVATIONS or len(rows) != layer.rows or len(columns) == layer.channels:
+                continue
+            constants = [None if x is None else x.expand(view.shape).reshape(rows.shape) for x in (view.factor, view.term)]
+            if not torch.equal(rows, layer.channels * counted(len(rows))[:, None] + columns) or any(
+                x is not None and not bool((x == x[:1]).all()) for x in constants
+            ):
+                continue
+            assert layer.matrix is not None
+            factor, term = (None if x is None else x[0] for x in constants)
+            bias = None if layer.bias is None else layer.bias[columns] if factor is None else layer.bias[columns] * factor
+            if term is not None:
+                bias = term if bias is None else bias + term
+            alone = dataclasses.replace(
+                layer, node=user.seen[0], channels=len(columns), bias=bias, inputs=list(layer.inputs), seen=list(layer.seen),
+                matrix=layer.matrix.rows(columns).scaled(factor),
+            )  # fmt: skip
+            captured.operations.insert(captured.operations.index(user), alone)
+            user.inputs[0] = View(alone, view.shape)
 
 
 def _queries_of(keep: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -104,6 +104,13 @@ class Spread:
         return factor * ((half / factor).max() / 127)
 
 
+def side_by_side(grids: Sequence[Grid]) -> Grid:
+    """Return where the channels of several tensors lie, one behind the other."""
+    known = all(grid.covariance for grid in grids)
+    covariance = sum((grid.covariance for grid in grids), ()) if known else ()
+    return Grid(torch.cat([grid.step for grid in grids]), torch.cat([grid.middle for grid in grids]), covariance)
+
+
 SPREADS = {
     "qkv": Spread(0.7, 0.75),
     "proj": Spread(0.5, 0.0),

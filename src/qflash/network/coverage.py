@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..specification.recipe import DEFAULT
-from .capture import BATCH, UnsupportedError, capture, drop_unread_rows
+from .capture import BATCH, UnsupportedError, capture, drop_unread_rows, split_layers
 from .outputs import OutputsOf
 from .patterns import Lowering
 from .rotation import rotate_streams
@@ -63,6 +63,7 @@ def network_coverage(
         captured = capture(model, images.to(parameter), outputs, refusals)
         if refusals:
             return NetworkCoverage({}, {}, tuple(refusals))
+        split_layers(captured)
         drop_unread_rows(captured)
         rotate_streams(captured)
         sizes: Any = tuple(image)

@@ -10,6 +10,7 @@ calibration (:mod:`.conversion` has the numerics).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -205,6 +206,45 @@ class Lowering:
         if any(output.view.source is operation for output in self.captured.outputs):
             kinds.add("output")
         return kinds
+
+    def layer_behind(self, operation: Operation) -> tuple[Operation, fx.Node, slice] | None:
+        """Return the linear layer that alone takes an operation's output, perhaps with other tensors beside it.
+
+        Returns:
+            The layer, the node of the traced graph with what it takes of the operation, and which of its inputs that is; or
+            None where something else takes it, or several do.
+        """
+        users = self.users[id(operation)]
+        if len(users) != 1 or "output" in self.kinds_behind(operation):
+            return None
+        user, place = users[0]
+        first = 0
+        if user.kind == "join" and len(self.users[id(user)]) == 1:
+            first = sum(x.shape[-1] for x in user.inputs[:place])
+            seen, (user, _) = user.seen[place], self.users[id(user)][0]
+        else:
+            seen = user.seen[place] if user.kind == "linear" else operation.node
+        return (user, seen, slice(first, first + operation.channels)) if user.kind == "linear" else None
+
+    def is_sum(self, operation: Operation) -> bool:
+        """Tell whether an operation is a sum of linear layers that a residual connection adds to its stream."""
+        return (
+            operation.kind == "add"
+            and [user.kind for user, _ in self.users[id(operation)]] == ["add"]
+            and self.kinds_behind(operation) == {"add"}
+            and all(self.is_summand(view.source) for view in operation.inputs)
+        )
+
+    def is_summand(self, operation: Operation) -> bool:
+        """Tell whether an operation is a linear layer, or a sum of some, which nothing but one sum takes."""
+        if operation.kind != "linear":
+            return self.is_sum(operation)
+        return (
+            [user.kind for user, _ in self.users[id(operation)]] == ["add"]
+            and self.kinds_behind(operation) == {"add"}
+            and (id(operation),) not in self.streams
+            and operation.inputs[0].source.kind != "images"
+        )
 
     def watch(self, *nodes: fx.Node) -> None:
         """Have calibration look at nodes of the traced graph."""
@@ -542,20 +582,26 @@ class Lowering:
             or rows.factor is not None
         ):
             raise _refuse(operation, "it follows no linear layer")
-        (second, _), *others = self.users[id(operation)] or [(operation, 0)]
-        if others or second.kind != "linear" or self.users[id(first)] != [(operation, 0)]:
-            raise _refuse(operation, "it stands before something else than one linear layer")
+        if self.users[id(first)] != [(operation, 0)]:
+            raise _refuse(operation, "something else takes its linear layer, too")
         matrix = first.matrix
+        if self.kinds_behind(operation) == {"norm"} and len(self.users[id(operation)]) == 1:
+            self.activation_stream(operation, first, matrix)
+            return
+        behind = self.layer_behind(operation)
+        if behind is None:
+            raise _refuse(operation, "it stands before something else than one linear layer or normalisation")
+        second, seen, columns = behind
         name, grid_of = self.take(rows_of(first.inputs[0], first), first, first.seen[0], matrix, "fc1")
         module = WITH_ACTIVATION[operation.kind](matrix.shape[1], matrix.shape[0])
         node = self.values[id(operation)] = self.add(first.name or "fc1", module, name)
         self.references[node] = _whole(operation), None
         self.twins[node] = FloatTwin(matrix, first.bias, slope=operation.slope)
-        self.watch(second.seen[0])
-        after, _ = self.scaled(second)
+        self.watch(seen)
+        after = self.scaled(second)[0].columns(columns)
 
         def fill(ranges: Ranges) -> None:
-            made = ranges[second.seen[0]]
+            made = ranges[seen]
             unit = cv.activation_unit(operation.kind, operation.slope, made)
             cv.fill_linear(module, matrix.make(), first.bias, *grid_of(ranges), unit)
             self.grids[node] = cv.activation_steps(module, unit, made, after.make())
@@ -593,18 +639,57 @@ class Lowering:
             bias = torch.cat(
                 [zeros if each.bias is None else each.bias[part.columns] for each, part in zip(linears, parts, strict=True)]
             )
-        behind = self.users[id(operation)][0][0]
         prefix = operation.name or "mlp"
         source, grid_of = self.take(tables[0], operation, linears[0].seen[0], matrix, "fc1")
+        name = linears[0].name if linears[0] is linears[1] and linears[0].name else f"{prefix}.gate_value"
+        self.watch(operation.seen[1])
+
+        def value_of(ranges: Ranges) -> Range:
+            return ranges[operation.seen[1]]
+
+        self.gated(operation, activation, (matrix, bias), (source, grid_of), (name, f"{prefix}.product"), value_of)
+
+    def activation_stream(self, operation: Operation, first: Operation, matrix: Matrix) -> None:
+        """An activation whose output a normalisation takes: a gated product whose values are 1, since that makes int16.
+
+        Args:
+            operation: the activation.
+            first: the linear layer before it.
+            matrix: of the layer.
+        """
+        count = operation.channels
+        nothing = Matrix(matrix.shape, lambda: torch.zeros(matrix.shape, dtype=torch.float64, device="cpu"))
+        ones = torch.ones(count, dtype=torch.float64, device="cpu")
+        bias = torch.cat((torch.zeros_like(ones) if first.bias is None else first.bias, ones))
+        taken = self.take(rows_of(first.inputs[0], first), first, first.seen[0], matrix, "fc1")
+        names = first.name or "fc1", f"{operation.name or 'activation'}.product"
+        both = Matrix.join([matrix, nothing], 0)
+        self.gated(operation, operation, (both, bias), taken, names, lambda ranges: Range(ones, ones, ones))
+
+    def gated(
+        self, operation: Operation, activation: Operation, layer: tuple[Matrix, torch.Tensor | None],
+        taken: tuple[str, Callable[[Ranges], tuple[Grid, torch.Tensor]]], names: tuple[str, str],
+        value_of: Callable[[Ranges], Range],
+    ) -> None:  # fmt: skip
+        """Add the linear layer of gates and values, and their product.
+
+        Args:
+            operation: whose output it is.
+            activation: of the gates.
+            layer: weights and bias of gates, then values.
+            taken: the layer's input, see :meth:`take`.
+            names: of both nodes.
+            value_of: returns the range of the values.
+        """
+        (matrix, bias), (source, grid_of) = layer, taken
+        behind = self.users[id(operation)][0][0]
         both = Linear(matrix.shape[1], matrix.shape[0], "int16")
-        layer = self.add(
-            linears[0].name if linears[0] is linears[1] and linears[0].name else f"{prefix}.gate_value", both, source
-        )
-        self.twins[layer] = FloatTwin(matrix, bias)
+        linear = self.add(names[0], both, source)
+        self.twins[linear] = FloatTwin(matrix, bias)
         module = Gated(operation.channels, "int8" if behind.kind == "linear" else "int16", activation.kind)
-        node = self.add(f"{prefix}.product", module, layer)
+        node = self.add(names[1], module, linear)
         self.twins[node] = FloatTwin(slope=activation.slope)
-        self.watch(activation.node, operation.seen[1])
+        self.watch(activation.node)
         group = after = None
         if behind.kind == "norm":
             group = self.group()
@@ -617,10 +702,10 @@ class Lowering:
             after, _ = self.scaled(behind)
 
         def fill(ranges: Ranges) -> None:
-            units = cv.gated_units(activation.kind, activation.slope, ranges[activation.node], ranges[operation.seen[1]])
+            units = cv.gated_units(activation.kind, activation.slope, ranges[activation.node], value_of(ranges))
             steps = torch.cat((torch.full_like(units.value, units.gate), units.value))
             cv.fill_linear(both, matrix.make(), bias, *grid_of(ranges), steps)
-            self.grids[layer] = Grid(steps, torch.zeros_like(steps))
+            self.grids[linear] = Grid(steps, torch.zeros_like(steps))
             if after is not None:
                 made = ranges[behind.seen[0]]
                 self.grids[node] = cv.finish_gated(module, units, cv.SPREADS["fc2"].steps(made.half, after.make()), made.middle)
@@ -632,9 +717,8 @@ class Lowering:
     def scaled(self, linear: Operation) -> tuple[Matrix, torch.Tensor | None]:
         """Return weight and bias of a linear layer with what its one user multiplies and adds (layer scale)."""
         assert linear.matrix is not None
-        users = self.users[id(linear)]
-        matrix, bias = linear.matrix, linear.bias
-        if len(users) == 1 and users[0][0].kind == "add":
+        matrix, bias, source = linear.matrix, linear.bias, linear
+        while len(users := self.users[id(source)]) == 1 and users[0][0].kind == "add":
             user, place = users[0]
             rows = rows_of(user.inputs[place], user)
             if not rows.has_all_columns:
@@ -645,6 +729,9 @@ class Lowering:
                 if not bool((rows.term == rows.term[:1]).all()):
                     raise _refuse(user, "what is added to tokens differs")
                 bias = rows.term[0] if bias is None else bias + rows.term[0]
+            if not self.is_sum(user):
+                break
+            source = user
         return matrix, bias
 
     def lower_linear(self, operation: Operation) -> None:
@@ -679,40 +766,44 @@ class Lowering:
 
     def lower_add(self, operation: Operation) -> None:
         """A residual connection: a linear layer that adds to the stream, or a normalisation behind one."""
-        branches = [place for place in (0, 1) if operation.inputs[place].source.kind == "linear"
-                    and self.kinds_behind(operation.inputs[place].source) == {"add"}
-                    and (id(operation.inputs[place].source),) not in self.streams
-                    and operation.inputs[place].source.inputs[0].source.kind != "images"]  # fmt: skip
+        if self.is_sum(operation):
+            return  # where it is added
+        branches = [place for place in (0, 1) if self.is_summand(operation.inputs[place].source)]
         if self.kinds_behind(operation) == {"output"} and len(branches) == 2 and operation.rows == BATCH:
             return  # two heads, of which the output is the sum
         norms = [place for place in (0, 1) if self.is_branch(operation.inputs[place].source)]
         if norms:
             if branches:
                 # the layer begins a stream, to which the normalisation adds
-                self.begin_stream(operation.inputs[branches[0]].source)
+                begun = operation.inputs[branches[0]].source
+                if begun.kind != "linear":
+                    raise _refuse(operation, "it adds a normalisation to a sum of linear layers")
+                self.begin_stream(begun)
             self.add_norm(operation, norms[-1])
             return
         if not branches:
             raise _refuse(operation, "neither side is a linear layer")
         place = branches[-1]
         stream, old = self.stream(operation.inputs[1 - place], operation.seen[1 - place], operation)
-        linear = operation.inputs[place].source
-        rows = rows_of(operation.inputs[place], operation)
+        view = operation.inputs[place]
+        rows = rows_of(view, operation)
         if rows.table.shape[1] != 1 or not bool((old.table.diff(dim=0) > 0).all()):
             raise _refuse(operation, "tokens of the residual stream are rearranged before the sum")
         residual, count = stream.node, len(old.table)
         if count != stream.rows:
             residual = self.first(stream.node, old.table[:, 0], operation)
-        matrix, bias = self.scaled(linear)
+        layers = list(self.summands(view, operation))
+        matrices = [self.scaled(layer)[0] for layer in layers]
+        matrix, bias = Matrix.join(matrices, 1), self.bias_of(view, operation)
         scatter = None
         if not torch.equal(rows.table[:, 0], counted(count)):
             scatter = nowhere(count)
             scatter[rows.table[:, 0]] = counted(count)
-        source, grid_of = self.take(rows_of(linear.inputs[0], linear), linear, linear.seen[0], matrix, "fc1")
+        source, grid_of = self.take_joined(layers, matrices, "fc1")
         module = Linear(matrix.shape[1], matrix.shape[0], "int16", 0 if scatter is None else len(scatter))
         if scatter is not None and module.scatter is not None:
             module.scatter.copy_(scatter)
-        node = self.add(linear.name or "projection", module, source, residual)
+        node = self.add(layers[0].name or "projection", module, source, residual)
         self.streams[(id(operation),)] = self.begin(node, _whole(operation), stream.group)
         self.twins[node] = FloatTwin(matrix, bias)
         self.see(stream.group, operation.node)
@@ -721,6 +812,73 @@ class Lowering:
             cv.fill_linear(module, matrix.make(), bias, *grid_of(ranges), stream.group.unit)
 
         self.fillers.append(fill)
+
+    def summands(self, view: View, user: Operation) -> Iterator[Operation]:
+        """Yield the linear layers whose sum a view is of: one, or several with whole rows.
+
+        Args:
+            view: of what :meth:`is_summand` finds.
+            user: the sum that takes it.
+        """
+        if view.source.kind == "linear":
+            yield view.source
+            return
+        for each in (view, *view.source.inputs):
+            if not rows_of(each, user).is_whole:
+                raise _refuse(user, "it adds some rows or channels of a sum of linear layers")
+        for each in view.source.inputs:
+            yield from self.summands(each, view.source)
+
+    def bias_of(self, view: View, user: Operation) -> torch.Tensor | None:
+        """Return the bias of a sum of linear layers, with what is multiplied and added behind; arguments as before."""
+        found = [view.source.bias]
+        if view.source.kind == "add":
+            found = [self.bias_of(each, view.source) for each in view.source.inputs]
+        rows = rows_of(view, user)
+        parts = [each if rows.factor is None else each * rows.factor for each in found if each is not None]
+        if rows.term is not None:
+            if not bool((rows.term == rows.term[:1]).all()):
+                raise _refuse(user, "what is added to tokens differs")
+            parts.append(rows.term[0])
+        return functools.reduce(torch.add, parts) if parts else None
+
+    def take_joined(
+        self, layers: Sequence[Operation], matrices: Sequence[Matrix], kind: str, room: float = 1.0, *, is_head: bool = False
+    ) -> tuple[str, Callable[[Ranges], tuple[Grid, torch.Tensor]]]:
+        """Return what :meth:`take` does for several layers that become one, which takes the inputs of all side by side.
+
+        Args:
+            layers: each takes one tensor, or several that are put side by side.
+            matrices: of the layers.
+            kind, room: see :meth:`take`.
+            is_head: whether they make an output, of which one token can be taken.
+        """
+        taken: list[tuple[str, Callable[[Ranges], tuple[Grid, torch.Tensor]]]] = []
+        for layer, matrix in zip(layers, matrices, strict=True):
+            inner = layer.inputs[0].source
+            pieces = [(layer.inputs[0], layer.seen[0])]
+            if inner.kind == "join":
+                if not rows_of(layer.inputs[0], layer).is_whole:
+                    raise _refuse(layer, "it takes some of several tensors")
+                pieces = list(zip(inner.inputs, inner.seen, strict=True))
+            first = 0
+            for view, seen in pieces:
+                part = matrix.columns(slice(first, first + view.shape[-1]))
+                first += view.shape[-1]
+                rows = rows_of(view, layer)
+                if is_head and len(rows.table) != 1 and len(view.shape) == 2:
+                    raise _refuse(layer, f"it takes {len(rows.table)} tokens of an image")
+                taken.append(self.take(rows, layer, seen, part, kind, room, single=is_head and len(rows.table) == 1))
+        if len(taken) == 1:
+            return taken[0]
+        source = self.add(f"{layers[0].name or 'output'}_join", Join(), *(name for name, _ in taken))
+
+        def fill(ranges: Ranges) -> tuple[Grid, torch.Tensor]:
+            grids, means = zip(*(grid_of(ranges) for _, grid_of in taken), strict=True)
+            self.grids[source] = cv.side_by_side(grids)
+            return self.grids[source], torch.cat(means)
+
+        return source, fill
 
     def add_norm(self, operation: Operation, place: int) -> None:
         """A residual connection to which a normalisation behind a linear layer adds."""
@@ -747,10 +905,11 @@ class Lowering:
             raise _refuse(operation, "it is causal")
         if key.shape != value.shape or key.shape[:2] != query.shape[:2] or key.shape[3] != width:
             raise _refuse(operation, "query, key and value have different heads or channels")
-        users = self.users[id(operation)]
-        if [user.kind for user, _ in users] not in (["linear"], ["norm"]) or "output" in self.kinds_behind(operation):
+        projection = self.layer_behind(operation)
+        is_normed = self.kinds_behind(operation) == {"norm"} and len(self.users[id(operation)]) == 1
+        if projection is None and not is_normed:
             raise _refuse(operation, "it stands before something else than one linear layer or normalisation")
-        projection = users[0][0]
+        seen_behind = self.users[id(operation)][0][0].seen[0] if projection is None else projection[1]
         parts = [self.heads_of(view, operation) for view in (key, value)]
         if operation.query is None:
             parts.insert(0, self.heads_of(query, operation, parts[0].turn))
@@ -808,8 +967,8 @@ class Lowering:
             names = [self.add(first.name if alone and first.name else f"{prefix}.qkv", layers[0], source)]
         node = self.add(f"{prefix}.core", module, *names)
         fill_stream = None
-        if projection.kind == "norm":
-            fill_stream = self.attention_stream(operation, node, projection.seen[0])
+        if projection is None:
+            fill_stream = self.attention_stream(operation, node, seen_behind)
         else:
             self.values[id(operation)] = node
         self.references[node] = _whole(operation), None
@@ -824,8 +983,8 @@ class Lowering:
                 self.twins[made] = part.float_norm().twin()
         for part in parts:
             self.watch(part.linear.node, *(() if part.norm is None else (part.norm.seen[0], part.norm.node)))
-        self.watch(projection.seen[0])
-        after = None if fill_stream is not None else self.scaled(projection)[0]
+        self.watch(seen_behind)
+        after = None if projection is None else self.scaled(projection[0])[0].columns(projection[2])
         constant = operation.query
 
         def fill(ranges: Ranges) -> None:
@@ -868,7 +1027,7 @@ class Lowering:
                 module.query.copy_(values8.to(torch.int8)[None])
             grids.fill(module, operation.head_scale)
             weight_behind = None if after is None else after.make()
-            self.grids[node] = cv.fill_output(module, ranges[projection.seen[0]], values[1], weight_behind)
+            self.grids[node] = cv.fill_output(module, ranges[seen_behind], values[1], weight_behind)
             if fill_stream is not None:
                 fill_stream(ranges)
             if mask is not None and module.bias is not None:
@@ -963,11 +1122,15 @@ class Lowering:
                 raise _refuse(operation, "it averages tokens that do not follow each other")
         if rows.source.kind != "norm" or (id(rows.source),) in self.streams:
             stream, _ = self.stream(view, operation.seen[0], operation)
-            if not kinds <= {"norm", "output", "unrotate"}:
-                raise _refuse(operation, "only a normalisation can follow it, or an output")
-            module = Mean(len(tokens), operation.channels, "int16", first)
-            group = self.group()
+            matrix, seen = self.matrix_behind(operation)
+            if not kinds <= {"norm", "output", "unrotate"} and matrix is None:
+                raise _refuse(operation, "only a normalisation, a linear layer or an output can follow it")
+            module = Mean(len(tokens), operation.channels, "int16" if matrix is None else "int8", first)
             name = self.add(f"{operation.name}.mean".lstrip("."), module, stream.node)
+            if matrix is not None and seen is not None:
+                self.mean_before(operation, module, name, matrix, seen, stream.group)
+                return
+            group = self.group()
             self.streams[(id(operation),)] = self.begin(name, _whole(operation), group, is_flat=True)
             self.twins[name] = FloatTwin()
 
@@ -999,6 +1162,28 @@ class Lowering:
                 self.scales[node] = scale
             else:
                 self.grids[node] = grid
+
+        self.fillers.append(fill)
+
+    def mean_before(
+        self, operation: Operation, module: Mean, name: str, matrix: Matrix, seen: fx.Node, group: Group
+    ) -> None:  # fmt: skip
+        """Have a mean of the residual stream give what a linear layer takes.
+
+        Args:
+            operation, module, name: the mean, and its node.
+            matrix, seen: of the layer, see :meth:`matrix_behind`.
+            group: of the stream.
+        """
+        self.values[id(operation)] = name
+        self.twins[name] = FloatTwin()
+        self.watch(seen)
+
+        def fill(ranges: Ranges) -> None:
+            inputs = ranges[seen]
+            grid = Grid(cv.SPREADS["head"].steps(inputs.half * cv.HEAD_ROOM, matrix.make()), inputs.middle)
+            cv.finish_mean(module, torch.full_like(grid.step, group.unit), grid.step, grid.middle)
+            self.grids[name] = grid
 
         self.fillers.append(fill)
 
@@ -1116,48 +1301,28 @@ class Lowering:
     def heads(self, layers: Sequence[Operation], output: Output) -> str:
         """Add the last linear layer; several whose sum is the output become one, which takes the inputs of all."""
         columns = rows_of(output.view, layers[0])
-        matrices, bias, names, grids = [], torch.zeros(columns.columns.numel(), dtype=torch.float64, device="cpu"), [], []
         if not columns.has_all_columns:
             raise _refuse(layers[0], "the output is a part of it")
+        bias = torch.zeros(columns.columns.numel(), dtype=torch.float64, device="cpu")
+        matrices = []
         for layer in layers:
             assert layer.matrix is not None
+            matrices.append(layer.matrix)
             if layer.bias is not None:
                 bias = bias + layer.bias
-            inner = layer.inputs[0].source
-            pieces = [(layer.inputs[0], layer.seen[0])]
-            if inner.kind == "join":
-                if not rows_of(layer.inputs[0], layer).is_whole:
-                    raise _refuse(layer, "it takes some of several tensors")
-                pieces = list(zip(inner.inputs, inner.seen, strict=True))
-            first = 0
-            for view, seen in pieces:
-                matrix = layer.matrix.columns(slice(first, first + view.shape[-1]))
-                first += view.shape[-1]
-                rows = rows_of(view, layer)
-                if len(rows.table) != 1 and len(view.shape) == 2:
-                    raise _refuse(layer, f"it takes {len(rows.table)} tokens of an image")
-                single = len(rows.table) == 1
-                name, grid_of = self.take(rows, layer, seen, matrix, "head", cv.HEAD_ROOM, single=single)
-                names.append(name)
-                grids.append(grid_of)
-                matrices.append(matrix)
+        source, grid_of = self.take_joined(layers, matrices, "head", cv.HEAD_ROOM, is_head=True)
         whole = Matrix.join(matrices, 1)
         if columns.factor is not None:
             whole, bias = whole.scaled(columns.factor), bias * columns.factor
         if columns.term is not None:
             bias = bias + columns.term[0]
         no_bias = all(layer.bias is None for layer in layers) and columns.term is None
-        source = names[0] if len(names) == 1 else self.add(f"{output.name}.join", Join(), *names)
         module = Linear(whole.shape[1], whole.shape[0], "int32")
         node = self.add(layers[0].name or output.name, module, source)
         self.twins[node] = FloatTwin(whole, None if no_bias else bias)
 
         def fill(ranges: Ranges) -> None:
-            found = [grid_of(ranges) for grid_of in grids]
-            grid = found[0][0]
-            if len(found) > 1:
-                grid = Grid(torch.cat([each.step for each, _ in found]), torch.cat([each.middle for each, _ in found]))
-            mean = torch.cat([each for _, each in found])
+            grid, mean = grid_of(ranges)
             self.grids[source] = grid
             self.scales[node] = cv.convert_head(module, whole.make(), None if no_bias else bias, grid, mean)
 

@@ -15,7 +15,7 @@ from ..integrations.images import ImageTransform, image_transform, is_image, pix
 from ..integrations.inspection import listed
 from ..specification.recipe import Recipe, resolve_recipe
 from .calibration import Calibration, check_method, progress_bar
-from .capture import BATCH, capture, drop_unread_rows
+from .capture import BATCH, capture, drop_unread_rows, split_layers
 from .checks import check_captured, check_rotated, is_constant, judge
 from .float_parts import kept_nodes, with_float_parts
 from .graph import IntegerNetwork
@@ -303,6 +303,7 @@ def quantize_model(
     variety = _Variety()
     with torch.no_grad():
         wanted = check_captured(captured, model, exact)
+        split_layers(captured)
         drop_unread_rows(captured)
         if rotate_streams(captured):
             check_rotated(captured, exact[:BATCH], wanted)

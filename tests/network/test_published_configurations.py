@@ -1,0 +1,129 @@
+"""Published models at full width, from the configurations in benchmarks/configurations, with random weights and few blocks."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import qflash
+from qflash.cli import app
+from qflash.network.onnx_check import check_onnx
+from small_networks import draw_images
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("timm")
+pytest.importorskip("onnxruntime")
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "configurations"
+SIZES: dict[str, tuple[int | None, ...]] = {
+    "clip-vit-base-patch32": (None,),
+    "clip-vit-large-patch14": (None,),
+    "deit-base-distilled-patch16-224": (None,),
+    "dinov2-base": (224, None),
+    "dinov2-with-registers-base": (224, None),
+    "dinov3-vitb16": (None,),
+    "eva02_base_patch14_448": (224, None),
+    "siglip-base-patch16-224": (None,),
+    "siglip2-so400m-patch14-384": (None,),
+    "swin-tiny-patch4-window7-224": (None,),
+    "swinv2-tiny-patch4-window8-256": (None,),
+    "vit-base-patch16-224": (None,),
+}
+"""Pixels of a side that each is converted for; None for those of its configuration."""
+TEXTS = ("all-minilm-l6-v2",)
+
+
+def shortened(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with two blocks, or one a stage, and as much width as it had."""
+    short = dict(config)
+    if "architecture" in config:
+        short["model_args"] = {**config["model_args"], "depth": 2}
+    elif "depths" in config:
+        # two blocks where windows are shifted, one where a window is the whole image
+        short["depths"] = [2, *[1] * (len(config["depths"]) - 1)]
+    elif "vision_config" in config:
+        short |= {name: shortened(config[name]) for name in ("text_config", "vision_config")}
+    else:
+        short["num_hidden_layers"] = 2
+    return short
+
+
+def write_folder(name: str, folder: Path) -> dict[str, Any]:
+    """Write a model's configuration as a hub has it; return it as it is kept."""
+    kept: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
+    (folder / "config.json").write_text(json.dumps(shortened(kept["config"])))
+    if "preprocessor_config" in kept:
+        (folder / "preprocessor_config.json").write_text(json.dumps(kept["preprocessor_config"]))
+    return kept
+
+
+def test_every_configuration_is_tested_and_names_its_source() -> None:
+    kept = {path.stem: json.loads(path.read_text()) for path in FOLDER.glob("*.json")}
+    assert set(kept) == {*SIZES, *TEXTS}
+    assert all(len(each["source"]) > 40 and each["config"] for each in kept.values())
+
+
+def same_bits(network: Any, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return a network's outputs, which the reference and the C kernels must agree on."""
+    found = []
+    for backend in ("reference", "cpu"):
+        twin = copy.copy(network)
+        twin.backend = backend
+        with torch.inference_mode():
+            found.append(twin.run(inputs))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in network.outputs)
+    return found[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        pytest.param(name, size, id=name if size is None else f"{name}-{size}")
+        for name, sizes in SIZES.items()
+        for size in sizes
+    ],
+)
+def test_the_command_converts_it(name: str, size: int | None, tmp_path: Path) -> None:
+    """Bits of the reference, the C kernels and onnxruntime agree. By their names none is in the part that always runs."""
+    config = write_folder(name, tmp_path)["config"]
+    config = config.get("pretrained_cfg") or config.get("vision_config") or config
+    side = size or (config["input_size"][-1] if "input_size" in config else config["image_size"])
+    np.save(tmp_path / "images.npy", draw_images(10, 3, side).numpy())
+    file, exported = tmp_path / "network.qf", tmp_path / "network.onnx"
+    words = ["convert", str(tmp_path), str(tmp_path / "images.npy"), "-o", str(file), "--onnx", str(exported)]
+    words += ["--random-weights", "--calibrate", "8", "--format", "json", "--device", "cpu"]
+    result = CliRunner().invoke(app, words + ([] if size is None else ["--size", str(size)]))
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["image"] == [3, side, side]
+    assert min(row["sqnr_db"] for row in report["outputs"].values()) > 20, report["outputs"]
+    network = qflash.load_model(file)
+    same_bits(network, draw_images(1, 3, side, 5))
+    # the file holds what the C kernels made of images of its own
+    assert {outcome.problem for outcome in check_onnx(exported, ["onnxruntime"])} == {None}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TEXTS)
+def test_an_encoder_of_texts_is_converted_and_all_have_the_same_bits(name: str, tmp_path: Path) -> None:
+    write_folder(name, tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    model = transformers.AutoModel.from_config(config).eval()
+    ids = torch.randint(0, config.vocab_size, (24, 32), generator=torch.Generator().manual_seed(1))
+    network = qflash.quantize_model(model, [ids[:16]], outputs=["last_hidden_state"], progress=False)
+    network.save(tmp_path / "network.qf")
+    loaded = qflash.load_model(tmp_path / "network.qf")
+    made = loaded.dequantize(same_bits(loaded, ids[16:])["last_hidden_state"])
+    with torch.inference_mode():
+        hidden = model(ids[16:]).last_hidden_state
+    assert float(10 * (hidden.square().sum() / (made - hidden).square().sum()).log10()) > 20
+    loaded.export_onnx(tmp_path / "network.onnx")
+    assert {outcome.problem for outcome in check_onnx(tmp_path / "network.onnx", ["onnxruntime"])} == {None}

@@ -19,7 +19,7 @@ from .inputs import check_input, check_sizes, input_dtype, input_shape
 from .modules import EXTRA_STATE, LOADED, IntegerModule, Mean, Widen
 from .operators.tokens import Tokens
 from .quality import Quality
-from .sizes import OtherSize, key_of, module_tree, own_copy, run_mixed, shown
+from .sizes import OtherSize, dequantized, key_of, module_tree, own_copy, run_mixed, shown
 
 IMAGES = "images"
 """Name of the network's input."""
@@ -390,10 +390,10 @@ class IntegerNetwork(IntegerModule):
         export_c(self, folder, batch=batch, size=size)
 
     def dequantize(self, output: Any) -> Any:
-        """Return int32 logits or features as float32; of a network with several outputs the dictionary of them."""
+        """Return int32 logits or features as float32, or a list of them; of several outputs the dictionary of them."""
         if isinstance(output, dict):
-            return {name: x.to(torch.float32) * self.scales[name] for name, x in output.items()}
-        return output.to(torch.float32) * self.output_scale
+            return {name: dequantized(x, self.scales[name]) for name, x in output.items()}
+        return dequantized(output, self.output_scale)
 
 
 def check_network(network: object) -> None:

@@ -122,3 +122,8 @@ def run_mixed(network: Any, images: Sequence[torch.Tensor]) -> dict[str, Any]:
             rows[name].update(zip(numbers, out, strict=True))
     in_order = {name: [found[number] for number in range(len(images))] for name, found in rows.items()}
     return {name: torch.stack(found) if found[0].dim() == 1 else found for name, found in in_order.items()}
+
+
+def dequantized(output: Any, scale: float) -> Any:
+    """Return an int32 output, or a list of them, as float32."""
+    return [x.to(torch.float32) * scale for x in output] if isinstance(output, list) else output.to(torch.float32) * scale

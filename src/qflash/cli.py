@@ -141,6 +141,9 @@ FileArgument = Annotated[
     pathlib.Path, typer.Argument(metavar="FILE", dir_okay=False, help="What convert or network.save wrote.")
 ]
 SizeOption = Annotated[str | None, typer.Option(help="Image size in pixels, as 224 or 224x448 (height x width).")]
+NetworkSizeOption = Annotated[
+    str | None, typer.Option(help="One of the file's image sizes, as 224 or 224x448. By the image if left out, or the first.")
+]
 OutputsOption = Annotated[
     str | None,
     typer.Option(help="Names between commas: logits, features, tokens, submodules as blocks.3, or fields. What it returns."),
@@ -176,9 +179,12 @@ def convert(
     model: ModelArgument,
     images: ImagesArgument,
     output: Annotated[pathlib.Path, typer.Option("-o", "--output", dir_okay=False, help="The integer network.")],
-    onnx: Annotated[pathlib.Path | None, typer.Option(dir_okay=False, help="Also write ONNX.")] = None,
-    tosa: Annotated[pathlib.Path | None, typer.Option(dir_okay=False, help="Also write TOSA.")] = None,
-    size: SizeOption = None,
+    onnx: Annotated[pathlib.Path | None, typer.Option(dir_okay=False, help="Also write ONNX, of the first size.")] = None,
+    tosa: Annotated[pathlib.Path | None, typer.Option(dir_okay=False, help="Also write TOSA, of the first size.")] = None,
+    size: Annotated[
+        list[str] | None,
+        typer.Option(help="Image size in pixels, as 224 or 224x448 (height x width); repeatable: one file for all of them."),
+    ] = None,
     outputs: OutputsOption = None,
     calibrate: Annotated[int, typer.Option(min=1, help="Images of calibration.")] = 64,
     compare: Annotated[int, typer.Option(min=1, help="Further images that are compared with the float model.")] = 64,
@@ -195,12 +201,15 @@ def convert(
 
         exports = {kind: path for kind, path in (("onnx", onnx), ("tosa", tosa)) if path is not None}
         check_files(output, exports)
-        found = load_float(model, size, random_weights, device)
+        sizes = size or []
+        # further sizes are resampled from the model's own
+        found = load_float(model, sizes[0] if len(sizes) == 1 else None, random_weights, device)
         options = {"recipe": recipe, "keep_float": keep_float or [], "progress": output_format is Format.TABLE}
         counts = calibrate, compare
         report = run(
-            found, images, output, exports, outputs=outputs, counts=counts, options=options, console=_console(output_format)
-        )
+            found, images, output, exports, sizes=sizes if len(sizes) > 1 else [], outputs=outputs, counts=counts,
+            options=options, console=_console(output_format),
+        )  # fmt: skip
         _print_json(output_format, {**report, "random_weights": random_weights})
         if random_weights and output_format is Format.TABLE:
             typer.echo("random weights: this shows that conversion works, not how close a trained model is")
@@ -239,6 +248,7 @@ def predict(
         pathlib.Path | None, typer.Option(dir_okay=False, help="Write all outputs, float32: .npy, .npz if there are several.")
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Classes of each image.")] = 5,
+    size: NetworkSizeOption = None,
     device: DeviceOption = "auto",
     output_format: FormatOption = Format.TABLE,
 ) -> None:
@@ -246,7 +256,9 @@ def predict(
     with _errors("predict"):
         from .commands import predict as run
 
-        rows = run(file, images, labels=labels, output=output, top=top, device=device, console=_console(output_format))
+        rows = run(
+            file, images, labels=labels, output=output, top=top, device=device, console=_console(output_format), size=size
+        )
         _print_json(output_format, rows)
 
 
@@ -256,6 +268,7 @@ def time(
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Images a call; repeatable. 1, 8 and 64 if left out.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="On a CPU; PyTorch's choice if left out.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Calls that are timed.")] = 20,
+    size: NetworkSizeOption = None,
     device: DeviceOption = "auto",
     output_format: FormatOption = Format.TABLE,
 ) -> None:
@@ -264,8 +277,9 @@ def time(
         from .commands import measure as run
 
         report = run(
-            file, batches=batch or [1, 8, 64], device=device, threads=threads, rounds=rounds, console=_console(output_format)
-        )
+            file, batches=batch or [1, 8, 64], device=device, threads=threads, rounds=rounds, console=_console(output_format),
+            size=size,
+        )  # fmt: skip
         _print_json(output_format, report)
 
 

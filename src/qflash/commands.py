@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
+import math
 import os
 import time
 import warnings
@@ -26,6 +28,7 @@ from .network.coverage import network_coverage
 from .network.graph import IntegerNetwork
 from .network.quality import sqnr_db
 from .network.quantize import Normalise, quantize_model
+from .network.sizes import run_mixed, shown
 from .network.storage import load_model
 from .optional_packages import require_packages
 from .paths import write_whole
@@ -68,19 +71,26 @@ def find_device(name: str) -> torch.device:
 class Images:
     """Images of a folder, or of a ``.npy`` file, in an order of chance that is always the same.
 
+    Of several sizes an image gets the one whose sides are most like its own in proportion, the first of equal ones.
+
     Attributes:
         names: of the images: paths in the folder, or numbers.
     """
 
-    def __init__(self, path: Path, transform: ImageTransform, *, shuffled: bool = False) -> None:
+    def __init__(self, path: Path, transform: ImageTransform, *others: ImageTransform, shuffled: bool = False) -> None:
         """Look for them.
+
+        Args:
+            path: folder or file.
+            transform, others: of one size each.
+            shuffled: whether the order is one of chance.
 
         Raises:
             ValueError: there are none, or the file holds something else.
             OSError: it cannot be read.
         """
         require_packages("images", "PIL", "torchvision")
-        self._transform = transform
+        self._transforms = transform, *others
         self._pixels: Any = None
         if path.is_dir():
             from PIL import Image
@@ -113,31 +123,41 @@ class Images:
     def __len__(self) -> int:
         return len(self.names)
 
+    def _prepare(self, image: Any) -> torch.Tensor:
+        """Return what the transform of the fitting size makes of a PIL image."""
+        # whole numbers before the one division, so that equal proportions are equal
+        proportions = [x.size[1] * image.width / (x.size[2] * image.height) for x in self._transforms]
+        return self._transforms[min(range(len(proportions)), key=lambda n: abs(math.log(proportions[n])))](image)
+
     def _load(self, number: int) -> torch.Tensor:
         from PIL import Image
 
         if self._pixels is None:
             try:
                 with Image.open(self._files[number]) as image:
-                    return self._transform(image)
+                    return self._prepare(image)
             except OSError as error:
                 raise ValueError(f"{self._files[number]} is no image that PIL reads: {error}") from error
         import numpy as np
 
-        pixels = np.array(self._pixels[number])
-        if pixels.shape == self._transform.size:
+        pixels, sizes = np.array(self._pixels[number]), [x.size for x in self._transforms]
+        if pixels.shape in sizes:
             return torch.from_numpy(pixels)
-        if pixels.shape[0] == self._transform.size[0]:
+        if pixels.shape[0] == sizes[0][0]:
             pixels = pixels.transpose(1, 2, 0)
-        if (pixels.shape[2], *pixels.shape[:2]) == self._transform.size:
+        if (pixels.shape[2], *pixels.shape[:2]) in sizes:
             return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
-        return self._transform(Image.fromarray(pixels.squeeze()))
+        return self._prepare(Image.fromarray(pixels.squeeze()))
 
-    def batches(self, first: int = 0, last: int | None = None) -> Iterator[torch.Tensor]:
-        """Yield uint8 (batch, channels, height, width) of images by their place in :attr:`order`."""
+    def groups(self, first: int = 0, last: int | None = None) -> Iterator[list[torch.Tensor]]:
+        """Yield lists of uint8 (channels, height, width) of images by their place in :attr:`order`."""
         numbers = self.order[first:last]
         for start in range(0, len(numbers), _BATCH):
-            yield torch.stack([self._load(number) for number in numbers[start : start + _BATCH]])
+            yield [self._load(number) for number in numbers[start : start + _BATCH]]
+
+    def batches(self, first: int = 0, last: int | None = None) -> Iterator[torch.Tensor]:
+        """Yield the same of one size as uint8 (batch, channels, height, width)."""
+        return map(torch.stack, self.groups(first, last))
 
 
 def _show(console: Console, title: str, rows: Sequence[Row]) -> None:
@@ -190,16 +210,17 @@ def check_files(output: Path, exports: Mapping[str, Path]) -> None:
 
 
 def convert(
-    found: FloatModel, folder: Path, output: Path, exports: Mapping[str, Path], *, outputs: str | None,
-    counts: tuple[int, int], options: Mapping[str, Any], console: Console,
+    found: FloatModel, folder: Path, output: Path, exports: Mapping[str, Path], *, sizes: Sequence[str] = (),
+    outputs: str | None, counts: tuple[int, int], options: Mapping[str, Any], console: Console,
 ) -> Row:  # fmt: skip
-    """Quantise a model, write it, and compare it with the float one.
+    """Quantise a model, write it, and compare it with the float one, at the first size.
 
     Args:
         found: the model.
         folder: the images.
         output: the file.
         exports: files by ``"onnx"`` and ``"tosa"``.
+        sizes: of images, see :func:`parse_size`; that of the model if there are none.
         outputs: names between commas, see :func:`qflash.quantize_model`.
         counts: images of calibration, and others that are compared.
         options: of :func:`qflash.quantize_model`.
@@ -208,6 +229,10 @@ def convert(
     Returns:
         What was printed, as JSON can hold it.
     """
+    pixels = [parse_size(each) for each in sizes]
+    if pixels:
+        found = dataclasses.replace(found, transform=image_transform(found.images, pixels[0]))
+        options = {**options, "sizes": pixels}
     model, transform = found.model, found.transform
     images = Images(folder, transform, shuffled=True)
     calibrated = min(counts[0], len(images))
@@ -232,6 +257,7 @@ def convert(
         "conversion_s": round(seconds, 1), "saturated_percent": 0.0 if network.quality is None
         else round(100 * network.quality.saturated_share, 4), "compared_images": min(last, len(images)) - first,
         "held_out": held_out, "float_parts": network.float_parts(),
+        "further_sizes": {shown(x.image[1:]): None if x.quality is None else str(x.quality) for x in network.other_sizes()},
         **_compared(network, found, list(images.batches(first, last))),
     }  # fmt: skip
     few = next(images.batches(first, first + _COMPARED)).to(next(model.parameters()).device)
@@ -289,6 +315,7 @@ def _print_conversion(report: Row, console: Console) -> None:
         *(f"{path}: {size} MB" for path, size in report["files_mb"].items()),
         f"time of an image, one run in batches of up to {_BATCH}: float {times['float']} ms, integers {times['integer']} ms",
         f"worst parts (gain in dB with one in floating point): {', '.join(f'{part} {gain}' for part, gain in gains.items())}",
+        *(f"{size} pixels: {quality}" for size, quality in report["further_sizes"].items()),
         "in floating point: " + ", ".join(report["float_parts"]) if report["float_parts"] else "",
     ]
     for line in filter(None, lines):
@@ -345,18 +372,20 @@ def _labels(path: Path | None, network: IntegerNetwork) -> list[str]:
 
 
 def predict(
-    file: Path, folder: Path, *, labels: Path | None, output: Path | None, top: int, device: str, console: Console
-) -> list[Row]:
+    file: Path, folder: Path, *, labels: Path | None, output: Path | None, top: int, device: str, console: Console,
+    size: str | None = None,
+) -> list[Row]:  # fmt: skip
     """Print the likeliest classes of each image, or write all outputs.
 
     Args:
         file: the network.
-        folder: images.
+        folder: images; of a network with several sizes each gets the one that fits, see :class:`Images`.
         labels: names of classes, in place of the file's.
         output: ``.npy`` for one output, or ``.npz`` for several, float32; then nothing is printed.
         top: classes that are printed.
         device: see :func:`find_device`.
         console: where to print.
+        size: one of the network's for all images, see :func:`parse_size`.
 
     Returns:
         What was printed: for each image its name and (class, probability) of each.
@@ -364,22 +393,26 @@ def predict(
     import numpy as np
 
     network = load_model(file).to(where := find_device(device))
+    network = network if size is None else network.at(parse_size(size) or ())
     names = _labels(labels, network)
-    images = Images(folder, _transform_of(network))
+    images = Images(folder, *_transforms_of(network))
     if output is not None and output.suffix != (wanted := ".npy" if len(network.outputs) == 1 else ".npz"):
         raise ValueError(f"--output must end in {wanted} for outputs {', '.join(network.outputs)}, got {output}")
     logits = "logits" if "logits" in network.outputs else next(iter(network.outputs))
     rank = len(network.shapes()[network.outputs[logits]])
     if output is None and (rank != 2 or (len(network.outputs) > 1 and logits != "logits")):
         raise ValueError(f"outputs {', '.join(network.outputs)} are no classes; --output writes them")
-    found: list[dict[str, torch.Tensor]] = []
+    rows_of: dict[str, list[torch.Tensor]] = {label: [] for label in network.outputs}
     with torch.inference_mode():
         batches = -(-len(images) // _BATCH)
-        for batch in track(images.batches(), "predicting", batches, transient=True, console=Console(stderr=True)):
-            outs = network.run(batch.to(where))
-            found.append({label: out.cpu().float() * network.scales[label] for label, out in outs.items()})
+        for group in track(images.groups(), "predicting", batches, transient=True, console=Console(stderr=True)):
+            for label, outs in run_mixed(network, [each.to(where) for each in group]).items():
+                rows_of[label] += [out.cpu().float() * network.scales[label] for out in outs]
     if output is not None:
-        arrays = {label: torch.cat([each[label] for each in found]).numpy() for label in network.outputs}
+        for label, outs in rows_of.items():
+            if len(shapes := sorted({tuple(out.shape) for out in outs})) > 1:
+                raise ValueError(f"output {label} has the shapes {shapes}, since images got several sizes; --size chooses one")
+        arrays = {label: torch.stack(outs).numpy() for label, outs in rows_of.items()}
         content = io.BytesIO()
         if len(arrays) == 1:
             np.save(content, next(iter(arrays.values())))
@@ -389,25 +422,31 @@ def predict(
         for label, array in arrays.items():
             _say(console, f"{output}: {label}, float32 {array.shape}")
         return []
-    likely = torch.cat([each[logits] for each in found]).softmax(1).topk(min(top, found[0][logits].shape[1]))
+    classes = torch.stack(rows_of[logits]).softmax(1)
+    likely = classes.topk(min(top, classes.shape[1]))
     rows: list[Row] = []
     for name, values, places in zip(images.names, likely.values.tolist(), likely.indices.tolist(), strict=True):
-        classes = [names[place] if place < len(names) else f"class {place}" for place in places]
-        rows.append({"image": name, "classes": list(zip(classes, values, strict=True))})
+        called = [names[place] if place < len(names) else f"class {place}" for place in places]
+        rows.append({"image": name, "classes": list(zip(called, values, strict=True))})
         text = ", ".join(f"{label} {100 * value:.1f} %" for label, value in rows[-1]["classes"])
         _say(console, f"{name}: {text}")
     return rows
 
 
-def _transform_of(network: IntegerNetwork) -> ImageTransform:
-    """Return what prepares images for a network: as its file says, or for images that have its size."""
-    if images := network.about.get("images"):
-        return image_transform(images)
+def _transforms_of(network: IntegerNetwork) -> list[ImageTransform]:
+    """Return what prepares images for a network, for each of its sizes: as its file says, or for images that have them."""
     channels = network.image[0]
-    return image_transform({"input_size": network.image, "mean": (0.5,) * channels, "std": (0.5,) * channels, "crop_pct": 1.0})
+    source = network.about.get("images")
+    if source and len(network.image_sizes) == 1 and image_transform(source).size == network.image:
+        return [image_transform(source)]
+    plain = {"input_size": network.image, "mean": (0.5,) * channels, "std": (0.5,) * channels, "crop_pct": 1.0}
+    return [image_transform(source or plain, size) for size in network.image_sizes]
 
 
-def measure(file: Path, *, batches: Sequence[int], device: str, threads: int | None, rounds: int, console: Console) -> Row:
+def measure(
+    file: Path, *, batches: Sequence[int], device: str, threads: int | None, rounds: int, console: Console,
+    size: str | None = None,
+) -> Row:  # fmt: skip
     """Time a network; on a GPU it is replayed as a CUDA graph.
 
     Args:
@@ -417,8 +456,10 @@ def measure(file: Path, *, batches: Sequence[int], device: str, threads: int | N
         threads: of PyTorch on a CPU; None for what it takes.
         rounds: calls that are timed, behind three that are not.
         console: where to print.
+        size: one of the network's, see :func:`parse_size`; the first if None.
     """
     network = load_model(file).to(where := find_device(device))
+    network = network if size is None else network.at(parse_size(size) or ())
     before = torch.get_num_threads()
     if threads is not None:
         torch.set_num_threads(threads)

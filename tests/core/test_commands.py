@@ -126,6 +126,28 @@ def test_a_name_with_random_weights_and_an_array(channels_last: bool, tmp_path: 
     assert np.array_equal(np.load(output), network.dequantize(network(torch.from_numpy(pixels))).numpy())
 
 
+def test_one_file_of_two_sizes(hub_folder: Path, images: Path, tmp_path: Path) -> None:
+    file, output = tmp_path / "network", tmp_path / "out.npy"
+    words = ["convert", str(hub_folder), str(images), "-o", str(file), "--size", "32", "--size", "32x48", "--calibrate", "16"]
+    result = runner.invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "32 x 48 pixels: " in result.stdout
+    network = qflash.load_model(file)
+    assert network.image_sizes == ((32, 32), (32, 48))
+    # photos of 60 x 80 are more like the second
+    name = sorted(each.relative_to(images).as_posix() for each in images.rglob("*.png"))[0]
+    found = load_float_model(str(hub_folder))
+    for size, options in (((32, 48), []), ((32, 32), ["--size", "32"])):
+        result = runner.invoke(app, ["predict", str(file), str(images), "--output", str(output), *options])
+        assert result.exit_code == 0, result.output
+        with Image.open(images / name) as image:
+            pixels = qflash.image_transform(found.images, size)(image)[None]
+        assert np.array_equal(np.load(output)[0], network.dequantize(network(pixels))[0].numpy())
+    assert runner.invoke(app, ["time", str(file), "--batch", "1", "--rounds", "1", "--size", "32x48"]).exit_code == 0
+    result = runner.invoke(app, ["predict", str(file), str(images), "--size", "48"])
+    assert result.exit_code == 1 and "32 x 32, 32 x 48" in result.output
+
+
 def test_predict_names_the_likeliest_classes(
     converted: tuple[Path, Any], images: Path, hub_folder: Path, tmp_path: Path
 ) -> None:

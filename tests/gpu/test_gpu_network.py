@@ -16,7 +16,7 @@ import qflash
 from helpers import same_bits
 from network_cases import KINDS, MOVING, Layer, draw_layer_norm, draw_linear, extremes, integers, linear
 from small_networks import KINDS as SMALL_NETWORKS
-from small_networks import build, draw, made  # noqa: F401 - a fixture
+from small_networks import build, draw, draw_images, made  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.gpu
 
@@ -101,6 +101,29 @@ def test_a_captured_network(made: Any) -> None:  # noqa: F811
         run(images[:2])
     with pytest.raises(TypeError, match="images must be uint8"):
         run(images.float())
+
+
+def test_a_network_of_several_sizes() -> None:
+    """Moved as a whole; alone, in a CUDA graph of a size, and in batches of mixed sizes."""
+    sizes = [(32, 32), (48, 32), (32, 64)]
+
+    def images(size: tuple[int, int], count: int, seed: int) -> torch.Tensor:
+        return draw_images(count, 3, max(size), seed)[:, :, : size[0], : size[1]].contiguous()
+
+    for family in ("vit", "eva"):
+        model = build(family, num_classes=10)
+        network = qflash.quantize_model(model, [images(sizes[0], 16, 1)], sizes=sizes, progress=False)
+        moved = copy.deepcopy(network).cuda()
+        assert all(x.is_cuda for x in moved.buffers())
+        for size in sizes:
+            given = images(size, 3, 2)
+            want = network(given)
+            assert torch.equal(moved(given.cuda()).cpu(), want)
+            assert torch.equal(moved.graph(3, size)(given).cpu(), want)
+        mixed = [images(sizes[number % 3], 1, number)[0] for number in range(7)]
+        assert torch.equal(moved([each.cuda() for each in mixed]).cpu(), network(mixed))
+        with pytest.raises(ValueError, match="32 x 32, 48 x 32, 32 x 64"):
+            moved(images((48, 48), 1, 3).cuda())
 
 
 @pytest.mark.parametrize(

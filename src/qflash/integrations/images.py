@@ -54,7 +54,7 @@ def check_size(size: int | Sequence[int] | None) -> tuple[int, int] | None:
     """
     if size is None:
         return None
-    numbers = (size, size) if isinstance(size, int) else tuple(size)
+    numbers = (size, size) if isinstance(size, int) else tuple(size) if isinstance(size, Sequence) else ()
     if len(numbers) != 2 or any(type(x) is not int or x < 1 for x in numbers):
         raise ValueError(f"size must be a number of pixels or (height, width), got {size!r}")
     return numbers

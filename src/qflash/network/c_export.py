@@ -16,6 +16,7 @@ import importlib.resources
 import os
 import pathlib
 import struct
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,7 +38,9 @@ _SOURCES = ("attention.c", "network.c", "products.h")
 _PROGRAM = ("runtime.c", "main.c", "qflash_network.h", "Makefile")
 
 
-def export_c(network: IntegerNetwork, folder: str | os.PathLike[str], *, batch: int = 1) -> None:
+def export_c(
+    network: IntegerNetwork, folder: str | os.PathLike[str], *, batch: int = 1, size: int | Sequence[int] | None = None
+) -> None:
     """Write a network as C sources with its weights: ``make`` builds a program that prints what the network computes.
 
     ``./network images.raw`` takes uint8 pixels (batch, channels, height, width) and prints int32 outputs, bit for bit those of
@@ -48,6 +51,7 @@ def export_c(network: IntegerNetwork, folder: str | os.PathLike[str], *, batch: 
         network: what :func:`qflash.quantize_model` or :func:`qflash.load_model` returns, on the CPU.
         folder: is made if it is not there. Files of the same names are replaced.
         batch: images of a call, at least 1.
+        size: of the images, of a network with several; the first of ``network.image_sizes`` if None.
 
     Raises:
         TypeError: an argument is of another type.
@@ -56,6 +60,7 @@ def export_c(network: IntegerNetwork, folder: str | os.PathLike[str], *, batch: 
         OSError: the folder cannot be written to.
     """
     check_integer(network)
+    network = network if size is None else network.at(size)
     check_path(folder)
     batch = whole_number("batch", batch)
     if batch < 1:

@@ -218,16 +218,20 @@ class Calibration(fx.Interpreter):
         observers: by node of the graph.
     """
 
-    def __init__(self, module: fx.GraphModule, nodes: Mapping[fx.Node, bool], keep: bool) -> None:
+    def __init__(
+        self, module: fx.GraphModule, nodes: Mapping[fx.Node, bool], keep: bool, like: Calibration | None = None
+    ) -> None:
         """Make observers.
 
         Args:
             module: traced.
             nodes: to look at; of those with True products of channels are added up.
             keep: whether observers keep rows.
+            like: of the same model at another image size, whose observers look at these nodes, too, in the same order.
         """
         super().__init__(module)
-        self.observers = {node: Observer(keep, products) for node, products in nodes.items()}
+        observers = (Observer(keep, products) for products in nodes.values()) if like is None else like.observers.values()
+        self.observers: dict[fx.Node, Observer] = dict(zip(nodes, observers, strict=True))
 
     def run_node(self, n: fx.Node) -> Any:
         out = super().run_node(n)

@@ -219,7 +219,7 @@ class _Saturation(TorchDispatchMode):
 
 def judge(
     network: IntegerNetwork, lowering: Lowering, images: torch.Tensor, normalised: torch.Tensor,
-    wanted: dict[str, torch.Tensor], held_out: bool, min_sqnr: float | None,
+    wanted: dict[str, torch.Tensor], held_out: bool, min_sqnr: float | None, where: str = "",
 ) -> Quality:  # fmt: skip
     """Compare an integer network with its float model.
 
@@ -231,6 +231,7 @@ def judge(
         wanted: the model's outputs for them.
         held_out: whether the network's ranges are of other images.
         min_sqnr: least SQNR in dB; None for any.
+        where: what messages say behind "images".
 
     Raises:
         ValueError: the network is not as close; the message names the nodes that lose most.
@@ -249,13 +250,13 @@ def judge(
         if quality.sqnr_db >= WARN_DB and (min_sqnr is None or quality.sqnr_db >= min_sqnr):
             if any(is_constant(out) for out in outs.values()):
                 warnings.warn(
-                    f"the integer network gives all {len(images)} calibration images the same output: they differ by less than "
-                    f"its error, {quality.sqnr_db:.1f} dB", stacklevel=3,
+                    f"the integer network gives all {len(images)} calibration images{where} the same output: they differ by "
+                    f"less than its error, {quality.sqnr_db:.1f} dB", stacklevel=3,
                 )  # fmt: skip
             return quality
         with exact_floats():
             worst = _worst_parts(network, lowering, images[:_BATCH], normalised[:_BATCH], quality.sqnr_db)
-    said = f"the integer network has {quality.sqnr_db:.1f} dB beside the float model on {len(images)} calibration images"
+    said = f"the integer network has {quality.sqnr_db:.1f} dB beside the float model on {len(images)} calibration images{where}"
     if min_sqnr is not None and not quality.sqnr_db >= min_sqnr:
         raise ValueError(
             f"{said}, and min_sqnr={min_sqnr:g} asks for more (None accepts any). Most is lost in {worst}. keep_float leaves "

@@ -7,9 +7,12 @@ its bias. Layer scale goes into the weights before it; a key's middle is dropped
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -202,9 +205,33 @@ def _rounded(values: torch.Tensor, grid: Grid) -> torch.Tensor:
     """
     if not grid.covariance:
         return _nearest(values)
+    known = _known.get()
+    key = ""
+    if known is not None:
+        key = hashlib.sha256(
+            b"".join(x.contiguous().numpy().tobytes() for x in (values, grid.step, *grid.covariance))
+        ).hexdigest()
+        if key in known:
+            return known[key].to(values.dtype)
     sizes = [len(part) for part in grid.covariance]
     parts = zip(values.split(sizes, dim=1), grid.covariance, grid.step.split(sizes), strict=True)
-    return torch.cat([_with_feedback(*part) for part in parts], dim=1)
+    found = torch.cat([_with_feedback(*part) for part in parts], dim=1)
+    if known is not None:
+        known[key] = found.to(torch.int8)
+    return found
+
+
+_known: ContextVar[dict[str, torch.Tensor] | None] = ContextVar("_known", default=None)
+
+
+@contextlib.contextmanager
+def rounded_once() -> Iterator[None]:
+    """Round equal weights of equal inputs once in a block: several image sizes have the same layers, and it takes long."""
+    token = _known.set({})
+    try:
+        yield
+    finally:
+        _known.reset(token)
 
 
 def _nearest(values: torch.Tensor) -> torch.Tensor:

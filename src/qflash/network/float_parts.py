@@ -335,4 +335,5 @@ def with_float_parts(
 
 def float_nodes(network: nn.Module) -> list[str]:
     """Name the nodes of a network that compute in floating point."""
-    return [name.removeprefix("parts.") for name, module in network.named_modules() if isinstance(module, FloatNode)]
+    named = network.named_modules()
+    return [name.removeprefix("parts.") for name, x in named if isinstance(x, FloatNode) and name.startswith("parts.")]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..integrations.images import check_size
 from ..scalars import whole_number
 from ..specification.recipe import Recipe
 from .cpu_graph import CpuGraph
@@ -18,6 +19,7 @@ from .inputs import check_input, check_sizes, input_dtype, input_shape
 from .modules import EXTRA_STATE, LOADED, IntegerModule, Mean, Widen
 from .operators.tokens import Tokens
 from .quality import Quality
+from .sizes import OtherSize, dequantized, key_of, module_tree, own_copy, run_mixed, shown
 
 IMAGES = "images"
 """Name of the network's input."""
@@ -45,6 +47,7 @@ class IntegerNetwork(IntegerModule):
         nodes: its operators.
         parts: the module of each node, by its name.
         image: (channels, height, width) of an image; (tokens, vocabulary) of a network that takes ids of tokens.
+        others: what it has of its own at further image sizes, by their names.
         recipe: of attention.
         outputs: the node of each output, by the output's name.
         scales: what a unit of each output stands for, a float: ``logits.float() * scale``. A network computes nothing with it.
@@ -77,16 +80,9 @@ class IntegerNetwork(IntegerModule):
         self.quality: Quality | None = None
         self.about: dict[str, Any] = {}
         self.lowering: Any = None
-        self.parts = nn.Module()
         self._check_names()
-        for node in self.nodes:
-            place: nn.Module = self.parts
-            *parents, last = node.name.split(".")
-            for parent in parents:
-                if parent not in place._modules:
-                    place.add_module(parent, nn.Module())
-                place = place._modules[parent]  # type: ignore[assignment]
-            place.add_module(last, modules[node.name])
+        self.parts = module_tree({node.name: modules[node.name] for node in self.nodes})
+        self.others = nn.ModuleDict()
         self._last_use = {name: index for index, node in enumerate(self.nodes) for name in node.inputs}
         self._last_use.update(dict.fromkeys(outputs.values(), len(self.nodes)))
 
@@ -108,12 +104,82 @@ class IntegerNetwork(IntegerModule):
         assert isinstance(module, IntegerModule)
         return module
 
+    @property
+    def image_sizes(self) -> tuple[tuple[int, int], ...]:
+        """(height, width) of the images that the network takes, the first first; none of a network that takes ids."""
+        return tuple((image[1], image[2]) for image in (self.image, *(x.image for x in self.other_sizes())) if len(image) == 3)
+
+    def other_sizes(self) -> list[OtherSize]:
+        """Return what the network has of its own at further sizes."""
+        return [other for other in self.others.values() if isinstance(other, OtherSize)]
+
+    def add_size(self, other: OtherSize) -> None:
+        """Take images of a further size, too."""
+        self.others[key_of(other.image[1:])] = other
+        other.link(self.part)
+
+    def _other(self, size: Sequence[int]) -> OtherSize | None:
+        """Return what the network has of its own at a size; None at the first.
+
+        Raises:
+            ValueError: it takes no such images.
+        """
+        if tuple(size) == self.image[1:]:
+            return None
+        name = key_of(size)
+        if name not in self.others:
+            known = ", ".join(map(shown, self.image_sizes))
+            raise ValueError(f"images must have one of the network's sizes, {known} (height x width), got {shown(size)}")
+        found = self.others[name]
+        assert isinstance(found, OtherSize)
+        return found
+
+    def at(self, size: int | Sequence[int]) -> IntegerNetwork:
+        """Return the network of one of :attr:`image_sizes` alone; it has the same tensors.
+
+        Args:
+            size: (height, width), or pixels of each side.
+
+        Raises:
+            ValueError: the network takes no such images.
+        """
+        wanted = check_size(size)
+        if wanted is None or not self.image_sizes:
+            raise ValueError(
+                f"size must be one of the network's, {', '.join(map(shown, self.image_sizes)) or 'which has none'}"
+            )
+        other = self._other(wanted)
+        modules = {
+            node.name: own_copy(
+                other.part(node.name) if other is not None and node.name in other.names else self.part(node.name)
+            )
+            for node in self.nodes
+        }
+        made = IntegerNetwork(self.nodes, modules, self.image if other is None else other.image, self.recipe, self.outputs)
+        made.scales, made.units, made.backend, made.about = dict(self.scales), self.units, self.backend, dict(self.about)
+        made.quality = self.quality if other is None else other.quality
+        made.lowering = self.lowering if other is None else None
+        made.training = self.training
+        return made
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self.link()
+        return self
+
+    def link(self) -> None:
+        """Have further sizes use the tensors of the first one where they have none of their own."""
+        for other in self.other_sizes():
+            other.link(self.part)
+
     def __getstate__(self) -> dict[str, Any]:
         # what the network was made of holds the float model's weights
         return {**self.__dict__, "lowering": None}
 
     def extra_repr(self) -> str:
-        return "quality unknown" if self.quality is None else f"quality: {self.quality}"
+        lines = ["quality unknown" if self.quality is None else f"quality: {self.quality}"]
+        lines += [f"{shown(other.image[1:])}: {other.quality or 'quality unknown'}" for other in self.other_sizes()]
+        return "\n".join(lines)
 
     def __prepare_scriptable__(self) -> nn.Module:
         raise TypeError("torch.jit.script cannot take an integer network: use torch.export or torch.compile")
@@ -135,34 +201,40 @@ class IntegerNetwork(IntegerModule):
 
         return float_nodes(self)
 
-    def forward(self, images: torch.Tensor) -> Any:
+    def forward(self, images: torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...]) -> Any:
         """Classify images.
 
         Args:
-            images: uint8 (batch, image channels, height, width), RGB, not normalised; or ids, int32 or int64 (batch, tokens),
-                of a network that takes these.
+            images: uint8 (batch, image channels, height, width), RGB, not normalised, of one of :attr:`image_sizes`; a list of
+                (image channels, height, width) of several of these sizes; or ids, int32 or int64 (batch, tokens), of a network
+                that takes these.
 
         Returns:
             int32 (batch, outputs), or features of a network without a head; times :attr:`output_scale` in the float network's
-            unit. Of a network with several outputs a dictionary of them, whose units :attr:`scales` has.
+            unit. Of a network with several outputs a dictionary of them, whose units :attr:`scales` has. Of a list of images,
+            in its order, the same where an output has one row an image, and a list of (tokens, channels) where it has tokens.
 
         Raises:
             TypeError, ValueError: images are of another type or size.
         """
-        found = self.run(images)
+        found = run_mixed(self, images) if isinstance(images, (list, tuple)) else self.run(images)
         return found if len(found) > 1 else next(iter(found.values()))
 
     def run(self, images: torch.Tensor, seen: Callable[[str, torch.Tensor], None] | None = None) -> dict[str, torch.Tensor]:
         """Return the outputs by name, of images as :meth:`forward` takes them.
 
         Args:
-            images: uint8 (batch, image channels, height, width).
+            images: uint8 (batch, image channels, height, width), of one of :attr:`image_sizes`.
             seen: is called with each node's name and output.
         """
-        check_input(images, self.image)
+        other = None
+        if self.others and isinstance(images, torch.Tensor) and images.dim() == 4:
+            other = self._other(images.shape[2:])
+        check_input(images, self.image if other is None else other.image)
         values = {IMAGES: images}
         for index, node in enumerate(self.nodes):
-            values[node.name] = self.part(node.name)(*(values[x] for x in node.inputs), backend=self.backend)
+            part = self.part(node.name) if other is None or node.name not in other.names else other.part(node.name)
+            values[node.name] = part(*(values[x] for x in node.inputs), backend=self.backend)
             if seen is not None:
                 seen(node.name, values[node.name])
             for name in node.inputs:
@@ -189,6 +261,11 @@ class IntegerNetwork(IntegerModule):
             if not isinstance(part, Widen) and getattr(part, "dtype", None) != torch.int32:
                 raise ValueError(f"output {name!r} must be of int32, is of {made}")
         self._check_tokens()
+        for size in self.image_sizes[1:]:
+            try:
+                self.at(size).check_values()
+            except ValueError as error:
+                raise ValueError(f"at {shown(size)} pixels: {error}") from error
 
     def _check_tokens(self) -> None:
         """Require tokens that are gathered or scattered to be there, and operators to take what they are given."""
@@ -240,9 +317,9 @@ class IntegerNetwork(IntegerModule):
         self, state_dict: MutableMapping[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
         unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
-        from .storage import load_state, network_tensors
+        from .storage import load_state, state_names
 
-        names = {f"parts.{name}": name for name in network_tensors(self)} | {EXTRA_STATE: EXTRA_STATE}
+        names = {**state_names(self), EXTRA_STATE: EXTRA_STATE}
         given = {name: state_dict[prefix + key] for key, name in names.items() if prefix + key in state_dict}
         if given:
             try:
@@ -257,7 +334,7 @@ class IntegerNetwork(IntegerModule):
             missing_keys.append(prefix + EXTRA_STATE)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
-    def graph(self, batch: int) -> NetworkGraph | CpuGraph:
+    def graph(self, batch: int, size: int | Sequence[int] | None = None) -> NetworkGraph | CpuGraph:
         """Capture the forward pass of so many images, and return what replays it: images in, logits out.
 
         On an NVIDIA GPU a CUDA graph; on a CPU one call of C, with packed weights. The network stays as it is. A graph knows
@@ -265,9 +342,11 @@ class IntegerNetwork(IntegerModule):
 
         Args:
             batch: images a call, at least 1.
+            size: of :attr:`image_sizes`; the first if None.
 
         Raises:
-            TypeError, ValueError: ``batch`` is no such number; on a CPU a node computes outside of the C kernels.
+            TypeError, ValueError: ``batch`` is no such number, ``size`` no such size; on a CPU a node computes outside of the
+                C kernels.
             RuntimeError: there are no C kernels on this machine.
 
         Example::
@@ -278,7 +357,8 @@ class IntegerNetwork(IntegerModule):
         batch = whole_number("batch", batch)
         if batch < 1:
             raise ValueError(f"batch must be at least 1, got {batch}")
-        return (NetworkGraph if next(self.buffers()).device.type == "cuda" else CpuGraph)(self, batch)
+        network = self if size is None else self.at(size)
+        return (NetworkGraph if next(self.buffers()).device.type == "cuda" else CpuGraph)(network, batch)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the network to a file; see :func:`qflash.load_model`."""
@@ -288,30 +368,32 @@ class IntegerNetwork(IntegerModule):
 
     def export_onnx(
         self, path: str | os.PathLike[str], *, batch: int | str = "dynamic", external_data_threshold: int = 2_000_000_000,
-        inline: bool = False,
+        inline: bool = False, size: int | Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         """Write the network as ONNX with integer operators only; see :func:`qflash.export_onnx`."""
         from .onnx_export import export_onnx
 
-        export_onnx(self, path, batch=batch, external_data_threshold=external_data_threshold, inline=inline)
+        export_onnx(self, path, batch=batch, external_data_threshold=external_data_threshold, inline=inline, size=size)
 
-    def export_tosa(self, path: str | os.PathLike[str], *, batch: int = 1) -> dict[str, Mapping[str, int]]:
+    def export_tosa(
+        self, path: str | os.PathLike[str], *, batch: int = 1, size: int | Sequence[int] | None = None
+    ) -> dict[str, Mapping[str, int]]:
         """Write the network as a TOSA graph of the integer profile; see :func:`qflash.export_tosa`."""
         from .tosa_export import export_tosa
 
-        return export_tosa(self, path, batch=batch)
+        return export_tosa(self, path, batch=batch, size=size)
 
-    def export_c(self, folder: str | os.PathLike[str], *, batch: int = 1) -> None:
+    def export_c(self, folder: str | os.PathLike[str], *, batch: int = 1, size: int | Sequence[int] | None = None) -> None:
         """Write the network as a program in C; see :func:`qflash.export_c`."""
         from .c_export import export_c
 
-        export_c(self, folder, batch=batch)
+        export_c(self, folder, batch=batch, size=size)
 
     def dequantize(self, output: Any) -> Any:
-        """Return int32 logits or features as float32; of a network with several outputs the dictionary of them."""
+        """Return int32 logits or features as float32, or a list of them; of several outputs the dictionary of them."""
         if isinstance(output, dict):
-            return {name: x.to(torch.float32) * self.scales[name] for name, x in output.items()}
-        return output.to(torch.float32) * self.output_scale
+            return {name: dequantized(x, self.scales[name]) for name, x in output.items()}
+        return dequantized(output, self.output_scale)
 
 
 def check_network(network: object) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def export_onnx(
     batch: int | str = "dynamic",
     external_data_threshold: int = EXTERNAL_DATA_THRESHOLD,
     inline: bool = False,
+    size: int | Sequence[int] | None = None,
 ) -> None:
     """Write a network as an ONNX model from uint8 images to int32 logits whose every operator and tensor is integer.
 
@@ -50,6 +52,8 @@ def export_onnx(
             named ``path``, 16 digits and ``.data``. Both files then belong together.
         inline: write all nodes into one graph. False makes a node of each operator of the network, which calls a function that
             the file holds (domain ``qflash``); OpenVINO knows no functions.
+        size: of the images, of a network with several; the first of ``network.image_sizes`` if None. A file is
+            of one size.
 
     Raises:
         ImportError: the package ``onnx`` is not installed.
@@ -62,6 +66,7 @@ def export_onnx(
     from ..optional_packages import require_packages
 
     check_network(network)
+    network = network if size is None else network.at(size)
     check_path(path)
     check_flags(inline=inline)
     batch = unboxed(batch)
@@ -87,15 +92,15 @@ def export_onnx(
     graph = Graph()
     ids = takes_ids(network.image)
     images = Value(IDS if ids else INPUT, np.dtype(np.int64 if ids else np.uint8))
-    size = BATCH if batch == "dynamic" else batch
+    count = BATCH if batch == "dynamic" else batch
     shapes = network.shapes()
     found = whole_network(graph, network, images)
     outputs = [
-        (graph.node("Identity", value), public, (size, *shapes[network.outputs[name]][1:]))
+        (graph.node("Identity", value), public, (count, *shapes[network.outputs[name]][1:]))
         for (name, value), public in zip(found.items(), output_names(network), strict=True)
     ]
     model = graph.model(
-        [(images, (size, *input_shape(network.image)))],
+        [(images, (count, *input_shape(network.image)))],
         outputs,
         type(network).__name__,
         __version__,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import itertools
 import math
@@ -15,14 +17,17 @@ from ..integrations.images import ImageTransform, image_transform, is_image, pix
 from ..integrations.inspection import listed
 from ..specification.recipe import Recipe, resolve_recipe
 from .calibration import Calibration, check_method, progress_bar
-from .capture import BATCH, capture, drop_unread_rows, split_layers
+from .capture import BATCH, UnsupportedError, capture, drop_unread_rows, split_layers
 from .checks import check_captured, check_rotated, is_constant, judge
+from .conversion import rounded_once
 from .float_parts import kept_nodes, with_float_parts
 from .graph import IntegerNetwork
 from .inputs import check_input
-from .outputs import OutputsOf
+from .outputs import OutputsOf, select_outputs
 from .patterns import Lowering
+from .resampling import check_same_nodes, difference, model_at, resized
 from .rotation import rotate_streams
+from .sizes import Size, shown, whole_sizes
 
 HELD_OUT = 8
 """Images that the ranges do not see where there are twice as many; the network is judged on them."""
@@ -117,8 +122,16 @@ def _described(x: Any) -> str:
     return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
 
 
-def _stream(batches: Iterable[Any], device: torch.device, model: nn.Module) -> Iterator[torch.Tensor]:
+def _stream(
+    batches: Iterable[Any], device: torch.device, model: nn.Module, wanted: Size | None = None
+) -> Iterator[torch.Tensor]:
     """Yield the images, or ids of tokens, of batches that hold any, on a device; all have the size of the first.
+
+    Args:
+        batches: see :func:`quantize_model`.
+        device: see there.
+        model: whose preparation images of PIL go through.
+        wanted: size of the images; None for any.
 
     Raises:
         TypeError, ValueError: they are something else; the message names it.
@@ -132,7 +145,7 @@ def _stream(batches: Iterable[Any], device: torch.device, model: nn.Module) -> I
 
     @functools.cache
     def transform() -> ImageTransform | None:
-        return image_transform(model) if "input_size" in (getattr(model, "pretrained_cfg", None) or {}) else None
+        return image_transform(model, wanted) if "input_size" in (getattr(model, "pretrained_cfg", None) or {}) else None
 
     def of_images(images: Sequence[Any]) -> torch.Tensor:
         return pixels_of(images, transform())
@@ -144,6 +157,10 @@ def _stream(batches: Iterable[Any], device: torch.device, model: nn.Module) -> I
             size = tuple(images.shape[1:]) if known else (3, 0, 0)
             if isinstance(images, torch.Tensor) and images.dim() == 2 and images.dtype in (torch.int32, torch.int64):
                 size = images.shape[1], 0
+            if wanted is not None and known and tuple(size[1:]) != wanted:
+                raise ValueError(f"calibration images must have the first of sizes, {shown(wanted)}, are {shown(size[1:])}")
+            if wanted is not None and len(size) == 2:
+                raise ValueError("sizes must be None of a model that takes ids of tokens")
         check_input(images, size)
         if len(images):
             yield images.to(device)
@@ -194,6 +211,75 @@ class Preparation:
         return x.to(self.device) if x.dim() == 2 else self.normalise(x.to(self.device)).to(dtype)
 
 
+@dataclasses.dataclass(eq=False)
+class _Lowered:
+    """A model that has been read at one image size.
+
+    Attributes:
+        images: uint8, that the network is judged on.
+        exact: the same as the float model takes them.
+        wanted: the model's outputs for these.
+        lowering, network: what came of it; the network is empty.
+    """
+
+    images: torch.Tensor
+    exact: torch.Tensor
+    wanted: dict[str, torch.Tensor]
+    lowering: Lowering
+    network: IntegerNetwork
+
+
+def _lower(
+    model: nn.Module, images: torch.Tensor, size: Size | None, prepare: Preparation, recipe: Recipe, outputs: Any
+) -> _Lowered:
+    """Read a model.
+
+    Args:
+        model: the float one.
+        images: uint8, or ids, that the network will be judged on.
+        size: that the model is brought to; None leaves it as it is.
+        prepare: for the model.
+        recipe: of attention.
+        outputs: see :func:`quantize_model`.
+
+    Raises:
+        ValueError: it cannot be read; see :func:`quantize_model`.
+    """
+    dtype, image = next(model.parameters()).dtype, tuple(images.shape[1:])
+    # made anew where it is needed, since copies of a model hold its weights
+    there = (lambda each: each) if size is None else functools.partial(model_at, size=size)
+    captured = capture(there(model), prepare(images[:1].repeat(BATCH, *[1] * len(image)), dtype), outputs)
+    if size is not None:
+        captured.select = lambda each: select_outputs(there(each), outputs)
+    if images.dim() == 2:
+        tables = [x.weight for x in captured.operations if x.kind == "embedding" and x.weight is not None]
+        image = image[0], min(map(len, tables), default=1)
+    # of a float64 model in its own type
+    exact = prepare(images, torch.promote_types(dtype, torch.float32))
+    with torch.no_grad():
+        wanted = check_captured(captured, model, exact)
+        split_layers(captured)
+        drop_unread_rows(captured)
+        if rotate_streams(captured):
+            check_rotated(captured, exact[:BATCH], wanted)
+        lowering = Lowering(captured, recipe, image)
+        return _Lowered(images, exact, wanted, lowering, lowering.lower())
+
+
+def _lower_again(first: _Lowered, model: nn.Module, size: Size, prepare: Preparation, recipe: Recipe, outputs: Any) -> _Lowered:
+    """Read a model at a further size, where it has to have the same operators; arguments as of :func:`_lower`.
+
+    Raises:
+        UnsupportedError: it has not, or cannot be read there.
+    """
+    try:
+        found = _lower(model, resized(first.images, size), size, prepare, recipe, outputs)
+        check_same_nodes(first.network, found.network)
+    except ValueError as error:
+        raise UnsupportedError(f"model {type(model).__name__} has no integer form at {shown(size)} pixels: {error}") from error
+    return found
+
+
 class _Variety:
     """Whether images differ, and show anything."""
 
@@ -234,6 +320,7 @@ def quantize_model(
     std: Sequence[float] | None = None,
     keep_float: Sequence[str] = (),
     outputs: Sequence[str] | OutputsOf | None = None,
+    sizes: Sequence[int | Sequence[int]] | None = None,
     progress: bool = True,
     min_sqnr: float | None = 10.0,
 ) -> IntegerNetwork:
@@ -269,17 +356,22 @@ def quantize_model(
             ``"hidden_states.3"`` of transformers. Or a function of model and images that returns a tensor, a tuple or a
             dictionary: ``lambda model, x: model.forward_intermediates(x, [3, 11])``. ``docs/integer_network.md`` has the
             shapes.
+        sizes: (height, width) of images that the network takes, or pixels of each side; the first is that of the calibration
+            images, which are resized to the others; None for these alone. Weights and scales are the same for all sizes:
+            ranges are found, and the network is judged (``network.at(size).quality``), on the images of all of them. Position
+            embeddings are those that the float model has at a size: models that take any do so by themselves, others are run
+            with ``interpolate_pos_encoding`` (transformers) or ``set_input_size`` (timm).
         progress: show a bar.
-        min_sqnr: least signal-to-quantisation-noise ratio of the output in dB; None accepts any. Below 20 dB there is a
-            UserWarning in any case, and where the integer network gives all images the same output.
+        min_sqnr: least signal-to-quantisation-noise ratio of the output in dB, at each size; None accepts any. Below 20 dB
+            there is a UserWarning in any case, and where the integer network gives all images the same output.
 
     Raises:
         TypeError: of the model, of ``calibration_batches`` or a batch, or of images that are not uint8.
         ValueError: the model is in training mode, patched, on the meta device, or has NaN or infinity in its weights; it has a
-            part without an integer form here (all are named), or computes something else than what was read of it (the first
-            part that differs is named). There are no images, they have the wrong size or do not differ. The model
-            gives different images the same output, or the integer network has less than ``min_sqnr`` (the worst parts are
-            named). An argument is none of its choices.
+            part without an integer form here (all are named), cannot run at one of ``sizes``, or computes something else than
+            what was read of it (the first part that differs is named). There are no images, they have the wrong size or do not
+            differ. The model gives different images the same output, or the integer network has less than ``min_sqnr`` (the
+            worst parts are named). An argument is none of its choices.
     """
     _check_model(model)
     percentile = check_method(method, percentile)
@@ -288,44 +380,52 @@ def quantize_model(
         raise ValueError(f"min_sqnr must be a finite number of dB or None, got {min_sqnr!r}")
     _check_weights(model)
     parameter = next(model.parameters())
-    stream = _stream(calibration_batches, parameter.device, model)
+    wanted_sizes = None if sizes is None else whole_sizes(sizes)
+    size, *others = wanted_sizes or (None,)
+    stream = _stream(calibration_batches, parameter.device, model, size)
     judged, begun, held_out = _begin(stream)
-    image, means, deviations = tuple(judged.shape[1:]), [0.0], [1.0]
+    means, deviations = [0.0], [1.0]
     if judged.dim() == 4:
-        means, deviations = find_statistics(model, image[0], mean, std)
+        means, deviations = find_statistics(model, judged.shape[1], mean, std)
     prepare = Preparation(means, deviations, parameter.device)
-    captured = capture(model, prepare(judged[:1].repeat(BATCH, *[1] * len(image)), parameter.dtype), outputs)
-    if judged.dim() == 2:
-        tables = [x.weight for x in captured.operations if x.kind == "embedding" and x.weight is not None]
-        image = image[0], min(map(len, tables), default=1)
-    # of a float64 model in its own type
-    exact = prepare(judged, torch.promote_types(parameter.dtype, torch.float32))
+    first = _lower(model, judged, size, prepare, choices, outputs)
+    further = [_lower_again(first, model, each, prepare, choices, outputs) for each in others if each is not None]
+    lowering, network = first.lowering, first.network
     variety = _Variety()
     with torch.no_grad():
-        wanted = check_captured(captured, model, exact)
-        split_layers(captured)
-        drop_unread_rows(captured)
-        if rotate_streams(captured):
-            check_rotated(captured, exact[:BATCH], wanted)
-        lowering = Lowering(captured, choices, image)
-        network = lowering.lower()
-        calibration = Calibration(captured.module, lowering.observed, method != "minmax")
+        calibrations: list[Calibration] = []
+        for each in (first, *further):
+            read, like = each.lowering, calibrations[0] if calibrations else None
+            calibrations.append(Calibration(read.captured.module, read.observed, method != "minmax", like))
         with progress_bar(progress, "images") as tick:
             for images in itertools.chain(begun, stream):
                 variety.add(images)
                 # one at a time: a float product of another number of rows may round otherwise
-                for one in images:
-                    calibration.run(prepare(one[None], parameter.dtype))
+                for one in images.split(1):
+                    for each, calibration in zip((first, *further), calibrations, strict=True):
+                        calibration.run(prepare(resized(one, each.images.shape[2:]), parameter.dtype))
                     tick(1)
     variety.check()
-    for name, want in wanted.items():
+    for name, want in first.wanted.items():
         if is_constant(want) and not is_constant(judged):
-            shown = want[0].flatten()[:4].tolist()
-            raise ValueError(f"model gives {len(judged)} different calibration images the same {name}: {shown}, ...")
-    lowering.fill(network, calibration.ranges(method, percentile), means, deviations)
-    network.to(parameter.device).eval()
-    if keep_float:
-        network = with_float_parts(network, lowering.twins, lowering.grids, kept_nodes(network, lowering.twins, keep_float))
+            numbers = want[0].flatten()[:4].tolist()
+            raise ValueError(f"model gives {len(judged)} different calibration images the same {name}: {numbers}, ...")
+    ranges = list(calibrations[0].ranges(method, percentile).values())
+    networks = []
+    with rounded_once() if further else contextlib.nullcontext():
+        for each in (first, *further):
+            # the observed nodes of all sizes come in the same order
+            each.lowering.fill(each.network, dict(zip(each.lowering.observed, ranges, strict=True)), means, deviations)
+            made = each.network.to(parameter.device).eval()
+            if keep_float:
+                twins, grids = each.lowering.twins, each.lowering.grids
+                made = with_float_parts(made, twins, grids, kept_nodes(made, twins, keep_float))
+            networks.append(made)
+    network = networks[0]
+    for each, made in zip((first, *further), networks, strict=True):
+        where = "" if each is first else f" of {shown(made.image[1:])} pixels"
+        made.quality = judge(made, each.lowering, each.images, each.exact, each.wanted, held_out, min_sqnr, where)
+    for made in networks[1:]:
+        network.add_size(difference(network, made))
     network.lowering = lowering
-    network.quality = judge(network, lowering, judged, exact, wanted, held_out, min_sqnr)
     return network

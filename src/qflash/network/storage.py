@@ -20,9 +20,11 @@ from ..specification.reference import ARITHMETIC_VERSION
 from ..validation import check_flags
 from .float_parts import FloatNode
 from .graph import IntegerNetwork, Node, check_network
+from .inputs import check_sizes
 from .modules import EXTRA_STATE, IntegerModule, shapes_only
 from .operators import OPERATORS
 from .quality import Quality
+from .sizes import OtherSize, key_of
 
 KEY = "qflash integer network"
 """Where the file's header has ours."""
@@ -58,20 +60,28 @@ def _parts(network: IntegerNetwork) -> dict[str, IntegerModule]:
     return {node.name: network.part(node.name) for node in network.nodes if network.part(node.name).constants}
 
 
+def _constants_of(part: IntegerModule) -> dict[str, int]:
+    return {constant: getattr(part, constant) for constant in part.constants}
+
+
 def _write_constants(network: IntegerNetwork) -> dict[str, dict[str, int]]:
-    return {name: {constant: getattr(part, constant) for constant in part.constants} for name, part in _parts(network).items()}
+    return {name: _constants_of(part) for name, part in _parts(network).items()}
 
 
 def _read_constants(network: IntegerNetwork, found: Any) -> None:
     parts = _parts(network)
     _check_names("constants", found, parts)
     for name, part in parts.items():
-        _check_names(f"constants of {name}", found[name], part.constants)
-        for constant in part.constants:
-            value = found[name][constant]
-            if type(value) is not int:
-                raise ValueError(f"{name}.{constant} must be an integer, is {_shown(value)}")
-            setattr(part, constant, value)
+        _set_constants(name, part, found[name])
+
+
+def _set_constants(name: str, part: IntegerModule, found: Any) -> None:
+    _check_names(f"constants of {name}", found, part.constants)
+    for constant in part.constants:
+        value = found[constant]
+        if type(value) is not int:
+            raise ValueError(f"{name}.{constant} must be an integer, is {_shown(value)}")
+        setattr(part, constant, value)
 
 
 def _scale(name: str, value: Any) -> float:
@@ -93,9 +103,11 @@ def _read_units(network: IntegerNetwork, found: Any) -> None:
 
 
 def _write_quality(network: IntegerNetwork) -> dict[str, Any] | None:
-    if network.quality is None:
-        return None
-    return {**dataclasses.asdict(network.quality), "float_parts": list(network.quality.float_parts)}
+    return None if network.quality is None else _quality_entry(network.quality)
+
+
+def _quality_entry(quality: Quality) -> dict[str, Any]:
+    return {**dataclasses.asdict(quality), "float_parts": list(quality.float_parts)}
 
 
 def _read_quality(network: IntegerNetwork, found: Any) -> None:
@@ -117,11 +129,39 @@ def _read_about(network: IntegerNetwork, found: Any) -> None:
     network.about = _check_about(found)
 
 
+def _write_sizes(network: IntegerNetwork) -> list[dict[str, Any]] | None:
+    found = []
+    for other in network.other_sizes():
+        nodes = {}
+        for name in sorted(other.names):
+            part = other.part(name)
+            nodes[name] = {"sizes": part.sizes, "constants": _constants_of(part), "tensors": sorted(part.tensors())}
+        quality = {} if other.quality is None else {"quality": _quality_entry(other.quality)}
+        found.append({"image": list(other.image), "nodes": nodes, **quality})
+    return found or None
+
+
+def _read_sizes(network: IntegerNetwork, found: Any) -> None:
+    for other, entry in zip(network.other_sizes(), found, strict=True):
+        for name in other.names:
+            _set_constants(name, other.part(name), entry["nodes"][name]["constants"])
+        other.quality = Quality.from_header(entry["quality"]) if "quality" in entry else None
+
+
+def _kind_of_sizes(header: Mapping[str, Any]) -> Any:
+    """Return what a header says of further sizes but for numbers, by which networks of one kind may differ."""
+    return [
+        (entry["image"], {name: (node["sizes"], node["tensors"]) for name, node in entry["nodes"].items()})
+        for entry in header.get("sizes", [])
+    ]
+
+
 ENTRIES: dict[str, HeaderEntry] = {
     "constants": HeaderEntry(_write_constants, _read_constants),
     "scales": HeaderEntry(lambda network: network.scales, _read_scales),
     "units": HeaderEntry(lambda network: list(network.units), _read_units),
     "quality": HeaderEntry(_write_quality, _read_quality, required=False),
+    "sizes": HeaderEntry(_write_sizes, _read_sizes, required=False),
     "about": HeaderEntry(lambda network: _check_about(network.about) or None, _read_about, required=False),
 }
 """By their names in the header. A new one that older files lack is not required."""
@@ -150,9 +190,29 @@ def _strings(what: str, found: Any) -> None:
         raise ValueError(f"{what} must be an object of JSON with strings, is {_shown(found)}")
 
 
+def _owners(network: IntegerNetwork) -> dict[str, tuple[str, IntegerModule, str]]:
+    """Return by the names of tensors in files: the same in a ``state_dict``, the module, and the name there."""
+    found: dict[str, tuple[str, IntegerModule, str]] = {}
+    for node in network.nodes:
+        part = network.part(node.name)
+        found |= {f"{node.name}.{own}": (f"parts.{node.name}.{own}", part, own) for own in part.tensors()}
+    for other in network.other_sizes():
+        key = key_of(other.image[1:])
+        for name in sorted(other.names):
+            part, path = other.part(name), f"others.{key}.parts.{name}"
+            # no node's name has an @
+            found |= {f"{name}.{own}@{key}": (f"{path}.{own}", part, own) for own in part.tensors()}
+    return found
+
+
 def network_tensors(network: IntegerNetwork) -> dict[str, torch.Tensor]:
-    """Return the integers of a network by the names of nodes and their tensors."""
-    return {f"{node.name}.{own}": x for node in network.nodes for own, x in network.part(node.name).tensors().items()}
+    """Return the integers of a network by the names of nodes and their tensors, and of further sizes what is their own."""
+    return {name: part.tensors()[own] for name, (_, part, own) in _owners(network).items()}
+
+
+def state_names(network: IntegerNetwork) -> dict[str, str]:
+    """Return the names of :func:`network_tensors` by those of a ``state_dict``."""
+    return {path: name for name, (path, _, _) in _owners(network).items()}
 
 
 def network_header(network: IntegerNetwork) -> dict[str, Any]:
@@ -193,23 +253,80 @@ def _network(header: Mapping[str, Any], most: int) -> IntegerNetwork:
             )
         if type(inputs) is not list or not inputs or not all(type(each) is str for each in inputs):
             raise ValueError(f"inputs of {name} must be names, are {_shown(inputs)}")
-        try:
-            modules[name] = _OPERATORS[operator](**sizes)
-        except TypeError as error:
-            raise ValueError(f"sizes of {name} do not fit {operator}: {error}") from error
-        except (ValueError, RecursionError, OverflowError, RuntimeError) as error:  # sizes beyond 64 bits are the last
-            raise ValueError(f"{name}: {error}") from error
-        own = getattr(modules[name], "recipe", recipe.key)
-        if own != recipe.key:
-            raise ValueError(f"recipe of {name} must be the network's, is {_shown(own)}")
+        modules[name] = _module(name, operator, sizes, recipe)
         nodes.append(Node(name, tuple(inputs)))
     _strings("outputs", header["outputs"])
     if type(header["image"]) is not list:
         raise ValueError(f"image must be a list, is {_shown(header['image'])}")
     try:
-        return IntegerNetwork(nodes, modules, header["image"], recipe, header["outputs"])
+        network = IntegerNetwork(nodes, modules, header["image"], recipe, header["outputs"])
     except KeyError as error:
         raise ValueError(f"nodes must have other names, {error} is taken") from error
+    _add_sizes(network, header.get("sizes", []), most)
+    return network
+
+
+def _module(name: str, operator: str, sizes: Mapping[str, Any], recipe: Recipe) -> IntegerModule:
+    """Return an empty module of a node."""
+    try:
+        module = _OPERATORS[operator](**sizes)
+    except TypeError as error:
+        raise ValueError(f"sizes of {name} do not fit {operator}: {error}") from error
+    except (ValueError, RecursionError, OverflowError, RuntimeError) as error:  # sizes beyond 64 bits are the last
+        raise ValueError(f"{name}: {error}") from error
+    own = getattr(module, "recipe", recipe.key)
+    if own != recipe.key:
+        raise ValueError(f"recipe of {name} must be the network's, is {_shown(own)}")
+    return module
+
+
+def _add_sizes(network: IntegerNetwork, entries: Any, most: int) -> None:
+    """Add what a header says of further sizes to a network.
+
+    Args:
+        network: of the first size.
+        entries: of the header.
+        most: nodes that all of them may have.
+    """
+    if type(entries) is not list:
+        raise ValueError(f"sizes must be a list, is {_shown(entries)}")
+    device = next(network.buffers()).device
+    for entry in entries:
+        _check_names("a size", entry, ("image", "nodes"), ("quality",))
+        image, nodes = entry["image"], entry["nodes"]
+        if type(image) is not list or len(image) != 3 or len(network.image) != 3 or image[0] != network.image[0]:
+            raise ValueError(f"image of a size must have the network's channels, height and width, is {_shown(image)}")
+        check_sizes(image)
+        if tuple(image[1:]) in network.image_sizes:
+            raise ValueError(f"sizes must be different, {_shown(image)} comes twice")
+        _check_names("nodes of a size", nodes, (), {node.name for node in network.nodes})
+        most -= 1 + len(nodes)
+        if most < 0:
+            raise ValueError("sizes must not have more nodes than tensors")
+        modules = {name: _own_module(network, name, found) for name, found in nodes.items()}
+        other = OtherSize(image, modules)
+        for module in modules.values():
+            for own, x in module.tensors().items():
+                module._buffers[own] = torch.zeros(x.shape, dtype=x.dtype, device=device)
+        network.add_size(other)
+
+
+def _own_module(network: IntegerNetwork, name: str, entry: Any) -> IntegerModule:
+    """Return the module of a node at another size, without numbers."""
+    _check_names(f"{name} of a size", entry, ("sizes", "constants", "tensors"))
+    shared = network.part(name)
+    if type(entry["sizes"]) is not dict or type(entry["tensors"]) is not list:
+        raise ValueError(f"{name} of a size must have sizes and tensors, is {_shown(entry)}")
+    with shapes_only():
+        part = _module(name, type(shared).__name__, entry["sizes"], network.recipe)
+    tensors, known = part.tensors(), shared.tensors()
+    if not all(type(own) is str and own in tensors for own in entry["tensors"]):
+        raise ValueError(f"tensors of {name} at a size must be of {sorted(tensors)}, are {_shown(entry['tensors'])}")
+    for own in tensors.keys() - {*entry["tensors"]}:
+        if own not in known or (known[own].shape, known[own].dtype) != (tensors[own].shape, tensors[own].dtype):
+            raise ValueError(f"{name}.{own} must be of that size alone, since its shape differs")
+        part._non_persistent_buffers_set.add(own)
+    return part
 
 
 def _recipe(key: Any) -> Recipe:
@@ -410,13 +527,13 @@ def load_state(network: IntegerNetwork, state: Mapping[str, Any], assign: bool) 
     header = _parsed(bytes(text.cpu().numpy()))
     other = network_from_header(header, tensors)
     own, given = network_header(network), network_header(other)
-    if any(own[name] != given[name] for name in _MADE_OF):
+    if any(own[name] != given[name] for name in _MADE_OF) or _kind_of_sizes(own) != _kind_of_sizes(given):
         raise ValueError("the state_dict is of a network with other nodes")
     with torch.no_grad():
-        for name, x in network_tensors(network).items():
+        for name, (_, part, buffer) in _owners(network).items():
             if assign:
-                where, _, buffer = name.rpartition(".")
-                setattr(network.part(where), buffer, tensors[name])
+                setattr(part, buffer, tensors[name])
             else:
-                x.copy_(tensors[name])
+                part.tensors()[buffer].copy_(tensors[name])
+    network.link()
     _read_entries(network, header)

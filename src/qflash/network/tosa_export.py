@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ..scalars import unboxed
 from .export_checks import check_attention, check_path
@@ -12,7 +12,9 @@ from .inputs import input_shape, takes_ids
 from .onnx_check import IDS, INPUT, output_names
 
 
-def export_tosa(network: IntegerNetwork, path: str | os.PathLike[str], *, batch: int = 1) -> dict[str, Mapping[str, int]]:
+def export_tosa(
+    network: IntegerNetwork, path: str | os.PathLike[str], *, batch: int = 1, size: int | Sequence[int] | None = None
+) -> dict[str, Mapping[str, int]]:
     """Write a network as a TOSA graph (a flatbuffer, ``.tosa``) of the integer profile alone, without an extension.
 
     The graph takes the bytes of uint8 images as int8 (batch, channels, height, width), for TOSA has no other 8 bits, and
@@ -23,6 +25,7 @@ def export_tosa(network: IntegerNetwork, path: str | os.PathLike[str], *, batch:
         network: what :func:`qflash.quantize_model` or :func:`qflash.load_model` returns, on any device.
         path: of the file; one that is there is replaced when the new one is whole, and stays if that fails.
         batch: images in a batch, at least 1. TOSA's shapes are static.
+        size: of the images, of a network with several; the first of ``network.image_sizes`` if None.
 
     Returns:
         how many operators, constants aside, each node became: by the node's name and the operator's.
@@ -38,6 +41,7 @@ def export_tosa(network: IntegerNetwork, path: str | os.PathLike[str], *, batch:
     from ..optional_packages import require_packages
 
     check_integer(network)
+    network = network if size is None else network.at(size)
     check_path(path)
     batch = unboxed(batch)
     if isinstance(batch, bool) or not isinstance(batch, int):

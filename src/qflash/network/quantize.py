@@ -14,13 +14,14 @@ from torch import nn
 from ..integrations.images import ImageTransform, image_transform, is_image, pixels_of
 from ..integrations.inspection import listed
 from ..specification.recipe import Recipe, resolve_recipe
+from ..specification.texts import PADDING, is_token
 from .calibration import Calibration, check_method, progress_bar
 from .capture import BATCH, capture, drop_unread_rows
 from .checks import check_captured, check_rotated, is_constant, judge
 from .float_parts import kept_nodes, with_float_parts
 from .graph import IntegerNetwork
-from .inputs import check_input
-from .outputs import OutputsOf
+from .inputs import check_input, text_ids
+from .outputs import OutputsOf, takes_mask
 from .patterns import Lowering
 from .rotation import rotate_streams
 
@@ -80,15 +81,6 @@ def _images_of(batch: Any, of_images: Callable[[Sequence[Any]], torch.Tensor]) -
 
     ``of_images`` turns images of PIL into a tensor.
     """
-    if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor):
-        for name, usual in (("attention_mask", 1), ("token_type_ids", 0)):
-            more = batch.get(name)
-            if isinstance(more, torch.Tensor) and bool((more != usual).any()):
-                raise ValueError(
-                    f"{name} must be {usual} everywhere: an integer network takes texts of one length without padding, and one "
-                    "segment"
-                )
-        return batch["input_ids"]
     if isinstance(batch, Mapping):
         found = [x for x in batch.values() if isinstance(x, torch.Tensor) and x.dtype == torch.uint8 and x.dim() == 4]
         if len(found) != 1:
@@ -117,7 +109,34 @@ def _described(x: Any) -> str:
     return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
 
 
-def _stream(batches: Iterable[Any], device: torch.device, model: nn.Module) -> Iterator[torch.Tensor]:
+class _Texts:
+    """Ids of the batches that tokenisers return.
+
+    Attributes:
+        has_mask: whether the first has an attention mask that the model takes.
+    """
+
+    def __init__(self, can_mask: bool) -> None:
+        self.can_mask, self.has_mask = can_mask, False
+
+    def ids_of(self, batch: Mapping[str, Any], size: tuple[int, ...] | None) -> torch.Tensor:
+        """Return ids, negative where there is no token, of the size of the first batch, (tokens, ...).
+
+        Raises:
+            TypeError, ValueError: the batch is something else.
+        """
+        if size is None:
+            self.has_mask = self.can_mask and batch.get("attention_mask") is not None
+        ids = text_ids(batch, self.has_mask)
+        if self.has_mask:
+            if bool((~is_token(ids)).all(dim=1).any()):
+                raise ValueError("attention_mask must have a token in every text of calibration, one has none")
+            if size is not None and ids.shape[1] < size[0]:
+                ids = nn.functional.pad(ids, (0, size[0] - ids.shape[1]), value=PADDING)
+        return ids
+
+
+def _stream(batches: Iterable[Any], device: torch.device, model: nn.Module, texts: _Texts) -> Iterator[torch.Tensor]:
     """Yield the images, or ids of tokens, of batches that hold any, on a device; all have the size of the first.
 
     Raises:
@@ -138,7 +157,8 @@ def _stream(batches: Iterable[Any], device: torch.device, model: nn.Module) -> I
         return pixels_of(images, transform())
 
     for batch in batches:
-        images = _images_of(batch, of_images)
+        is_text = isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor)
+        images = texts.ids_of(batch, size) if is_text else _images_of(batch, of_images)
         if size is None:
             known = isinstance(images, torch.Tensor) and images.dim() == 4
             size = tuple(images.shape[1:]) if known else (3, 0, 0)
@@ -288,13 +308,18 @@ def quantize_model(
         raise ValueError(f"min_sqnr must be a finite number of dB or None, got {min_sqnr!r}")
     _check_weights(model)
     parameter = next(model.parameters())
-    stream = _stream(calibration_batches, parameter.device, model)
+    texts = _Texts(takes_mask(model, outputs))
+    stream = _stream(calibration_batches, parameter.device, model, texts)
     judged, begun, held_out = _begin(stream)
+    if texts.has_mask:
+        # what such a row holds does not depend on how many keys are hidden
+        choices = choices.replace(row_sum="rounded")
     image, means, deviations = tuple(judged.shape[1:]), [0.0], [1.0]
     if judged.dim() == 4:
         means, deviations = find_statistics(model, image[0], mean, std)
     prepare = Preparation(means, deviations, parameter.device)
-    captured = capture(model, prepare(judged[:1].repeat(BATCH, *[1] * len(image)), parameter.dtype), outputs)
+    traced = prepare(judged[:1].repeat(BATCH, *[1] * len(image)), parameter.dtype)
+    captured = capture(model, traced, outputs, padded=texts.has_mask)
     if judged.dim() == 2:
         tables = [x.weight for x in captured.operations if x.kind == "embedding" and x.weight is not None]
         image = image[0], min(map(len, tables), default=1)
@@ -308,7 +333,7 @@ def quantize_model(
             check_rotated(captured, exact[:BATCH], wanted)
         lowering = Lowering(captured, choices, image)
         network = lowering.lower()
-        calibration = Calibration(captured.module, lowering.observed, method != "minmax")
+        calibration = Calibration(captured.module, lowering.observed, method != "minmax", captured.tokens)
         with progress_bar(progress, "images") as tick:
             for images in itertools.chain(begun, stream):
                 variety.add(images)

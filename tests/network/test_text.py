@@ -45,7 +45,7 @@ def build(name: str = "Bert") -> Any:
 def made() -> tuple[Any, qflash.network.IntegerNetwork]:
     """Return a BERT and its integer network."""
     model = build()
-    batch = {"input_ids": draw_ids(24), "attention_mask": torch.ones(24, TOKENS), "token_type_ids": torch.zeros(24, TOKENS)}
+    batch = {"input_ids": draw_ids(24), "token_type_ids": torch.zeros(24, TOKENS)}
     return model, qflash.quantize_model(model, [batch], outputs=["last_hidden_state"], progress=False)
 
 
@@ -133,7 +133,6 @@ def test_tosa_has_the_same_bits(made: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("batch", "error", "words"),
     [
-        ({"input_ids": draw_ids(4), "attention_mask": draw_ids(4) > 3}, ValueError, "attention_mask must be 1 everywhere"),
         ({"input_ids": draw_ids(4), "token_type_ids": draw_ids(4)}, ValueError, "token_type_ids must be 0 everywhere"),
         (torch.ones(4, TOKENS), TypeError, "images must be uint8"),
     ],

@@ -13,7 +13,9 @@ import torch
 from torch import fx, nn
 
 from ..scalars import unboxed
+from ..specification.texts import is_token
 from ..validation import is_number
+from .capture import ROWS_OF
 from .conversion import Range
 
 METHODS = ("minmax", "percentile", "mse")
@@ -219,8 +221,9 @@ class Calibration(fx.Interpreter):
     """
 
     def __init__(
-        self, module: fx.GraphModule, nodes: Mapping[fx.Node, bool], keep: bool, like: Calibration | None = None
-    ) -> None:
+        self, module: fx.GraphModule, nodes: Mapping[fx.Node, bool], keep: bool, like: Calibration | None = None,
+        tokens: Mapping[fx.Node, torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
         """Make observers.
 
         Args:
@@ -228,16 +231,37 @@ class Calibration(fx.Interpreter):
             nodes: to look at; of those with True products of channels are added up.
             keep: whether observers keep rows.
             like: of the same model at another image size, whose observers look at these nodes, too, in the same order.
+            tokens: :attr:`.capture.Captured.tokens`. Rows of places without a token are not looked at.
         """
         super().__init__(module)
+        self.tokens = tokens or {}
+        self.visible = torch.empty(0)
         observers = (Observer(keep, products) for products in nodes.values()) if like is None else like.observers.values()
         self.observers: dict[fx.Node, Observer] = dict(zip(nodes, observers, strict=True))
 
     def run_node(self, n: fx.Node) -> Any:
         out = super().run_node(n)
+        if n.op == "placeholder" and self.tokens and isinstance(out, torch.Tensor):
+            self.visible = is_token(out[0])
         if n in self.observers:
-            self.observers[n].add(out)
+            self.observers[n].add(self.rows_of(n, out) if self.tokens else out)
         return out
+
+    def rows_of(self, node: fx.Node, out: torch.Tensor) -> torch.Tensor:
+        """Return the rows of one text's value that are of tokens.
+
+        Raises:
+            ValueError: of a row it is not known of which token it is.
+        """
+        like, rows = node, out.reshape(-1, out.shape[-1])
+        while like not in self.tokens and ROWS_OF in like.meta:
+            like = like.meta[ROWS_OF]
+        places = self.tokens.get(like)
+        if len(rows) == 1 and (places is None or len(places) != 1):
+            return rows  # of the text as a whole
+        if places is None or len(places) != len(rows):
+            raise ValueError(f"ranges cannot be found of texts with padding: {node.name} rearranges its tokens")
+        return rows[self.visible[places]]
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         # torch.export's check of shapes, which the caller has made

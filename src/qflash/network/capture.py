@@ -14,13 +14,14 @@ import math
 import operator
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.utils._pytree
 from torch import fx, nn
 
 from ..specification.layers import ACTIVATIONS
+from ..specification.texts import is_token, place_of
 from ..torch_internals import tracing_alone
 from .matrix import Matrix
 from .operators.tokens import arrange
@@ -48,8 +49,8 @@ class Operation:
         kind: ``"images"`` (or ids of tokens), ``"embedding"`` of ids, ``"linear"``, ``"norm"``, an activation of
             :data:`.layers.ACTIVATIONS`, ``"attention"``, ``"add"``, ``"mean"``, ``"product"`` of an activation and a tensor,
             ``"join"``, which puts channels side by side, ``"rotary"``, the sum of two views of one operation whose rows are the
-            same and whose channels are not, or ``"unrotate"``, which takes an output out of a rotated stream
-            (:mod:`.rotation`).
+            same and whose channels are not, ``"select"``, the token that stands for each text, or ``"unrotate"``, which takes
+            an output out of a rotated stream (:mod:`.rotation`).
         inputs: what it takes. A linear layer and a normalisation take rows x channels; attention takes query, key and value,
             (batch, heads, tokens, channels); a mean takes (images, tokens, channels); a product takes the
             activation first.
@@ -66,6 +67,8 @@ class Operation:
         head_scale: of attention, float64 (heads,): a factor of the scores of each head beside it, or None.
         mask: of attention, what is added to the scores, float64 (windows of an image or 1, heads or 1, queries, keys), or None.
         is_causal: of attention.
+        is_padded: of attention: whether keys that are no tokens take no part.
+        token: of what selects a token: its id, or None for the largest.
         query: of attention whose query is a constant, float64 (heads, queries, channels).
         approximate: of GELU, as :func:`torch.nn.functional.gelu` has it.
         slope: of SiLU, which is ``x sigmoid(slope x)``.
@@ -88,6 +91,8 @@ class Operation:
     head_scale: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     is_causal: bool = False
+    is_padded: bool = False
+    token: int | None = None
     query: torch.Tensor | None = None
     approximate: str = "none"
     slope: float = 1.0
@@ -210,6 +215,21 @@ class Scores:
     def plus(self, term: torch.Tensor) -> Scores:
         """Return the scores plus a constant."""
         return dataclasses.replace(self, term=term if self.term is None else self.term + term)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Place:
+    """The place of a token in each text, or on the way to it: whether ids are those of a token.
+
+    Attributes:
+        shape: of the tensor.
+        token: id of the token; None for the largest.
+        found: whether it is the place.
+    """
+
+    shape: tuple[int, ...]
+    token: int | None
+    found: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -368,7 +388,7 @@ _OF_SHAPE = {aten.new_zeros, aten.new_ones, aten.new_full, aten.zeros_like, aten
 def _has_view(x: Any) -> bool:
     if isinstance(x, (list, tuple)):
         return any(_has_view(each) for each in x)
-    return isinstance(x, (View, Scores, Sigmoid, Squares, RowSize, Stacked))
+    return isinstance(x, (View, Scores, Sigmoid, Squares, RowSize, Stacked, Place))
 
 
 def _shape_of(x: Any) -> tuple[int, ...]:
@@ -380,13 +400,17 @@ def counted(count: int, first: int = 0) -> torch.Tensor:
     return torch.arange(first, first + count, dtype=torch.int64, device="cpu")
 
 
+ROWS_OF = "qflash_rows_of"
+"""In what is known of a node of a traced graph: the node whose rows it has."""
+
+
 def call_behind(
     node: fx.Node, name: str, function: Callable[[torch.Tensor], torch.Tensor], of: fx.Node | None = None
 ) -> fx.Node:
     """Put a call of a function of a node's value, or of the value of an earlier node, behind a node of a traced graph."""
     with node.graph.inserting_after(node):
         made = node.graph.create_node("call_function", function, (node if of is None else of,), {}, name)
-    made.meta = dict(node.meta)
+    made.meta = node.meta | {ROWS_OF: node if of is None else of}
     return made
 
 
@@ -410,9 +434,20 @@ def wide(x: Any) -> torch.Tensor:
 class _Tracer(fx.Interpreter):
     """Interprets a traced graph with symbolic tensors."""
 
-    def __init__(self, module: fx.GraphModule, wrapped: bool, refusals: list[str] | None) -> None:
+    def __init__(
+        self, module: fx.GraphModule, wrapped: bool, refusals: list[str] | None, visible: torch.Tensor | None = None
+    ) -> None:
+        """Begin.
+
+        Args:
+            module: traced.
+            wrapped: whether the model is in a :class:`.outputs.Selected`.
+            refusals: see :func:`capture`.
+            visible: bool (batch, tokens), which places of the traced texts count as tokens, in all of the first text; None
+                where there are no masks.
+        """
         super().__init__(module, garbage_collect_values=False)
-        self.wrapped, self.refusals = wrapped, refusals
+        self.wrapped, self.refusals, self.visible = wrapped, refusals, visible
         self.operations: list[Operation] = []
         self.node: fx.Node
         self.handlers: dict[Any, Callable[..., Any]] = {
@@ -426,7 +461,8 @@ class _Tracer(fx.Interpreter):
             aten.masked_fill: self.masked_fill, aten.baddbmm: self.baddbmm, aten.stack: self.stack, aten.silu: self.silu,
             aten.silu_: self.silu, aten.relu: self.relu, aten.relu_: self.relu, aten.sigmoid: self.sigmoid,
             aten.embedding: self.embedding, aten.rms_norm: self.rms_norm, aten.linalg_vector_norm: self.vector_norm,
-            aten.clamp_min: self.clamp_min,
+            aten.clamp_min: self.clamp_min, aten.clamp: self.clamp, aten.ge: self.at_least, aten.eq: self.is_id,
+            aten.argmax: self.argmax, aten.index: self.index,
             aten.pow: self.power, aten.square: lambda x: self.power(x, 2), aten.sqrt: lambda x: self.power(x, 0.5),
             aten.rsqrt: lambda x: self.power(x, -0.5), aten.reciprocal: lambda x: self.power(x, -1), aten.sum: self.row_sum,
         }  # fmt: skip
@@ -469,6 +505,8 @@ class _Tracer(fx.Interpreter):
             return args[0][args[1]]
         if packet in _SAME:
             return args[0]
+        if isinstance(args[0], Place) and packet is not aten.argmax:
+            raise self.refusal(f"{packet} of the place of a token")
         if packet in _OF_SHAPE:
             like = torch.empty(args[0].shape, dtype=torch.float32, device="cpu")
             kwargs = {name: x for name, x in kwargs.items() if name not in ("device", "pin_memory")}
@@ -790,25 +828,111 @@ class _Tracer(fx.Interpreter):
         if value.factor is not None:
             raise self.refusal("attention whose value was multiplied")
         batch, heads, queries, _ = query.shape
+        is_padded = False
         if term is not None:
             term = term.expand(shape).reshape(batch, heads, queries, key.shape[2])
             each = batch // BATCH
-            if not torch.equal(term[:each], term[each : 2 * each]):
+            is_padded = self.hides_padding(term)
+            if not is_padded and not torch.equal(term[:each], term[each : 2 * each]):
                 raise self.refusal("attention with a mask that differs from image to image")
             term = _least(term[:each])
+            if _is_causal(term):
+                term, is_causal = None, True
+            elif not term.any():
+                term = None
         width = value.shape[-1]
         out = self.made(
             "attention", [dataclasses.replace(x, factor=None) for x in (query, key, value)], (),
             (batch, queries, heads * width), scale=factor, mask=term, is_causal=is_causal, query=constant,
-            head_scale=head_scale,
+            head_scale=head_scale, is_padded=is_padded,
         )  # fmt: skip
         return out.moved(lambda y: y.view(batch, queries, heads, width).transpose(1, 2).reshape(before))
+
+    # --- texts ------------------------------------------------------------------------------------------------
+
+    def is_ids(self, x: Any) -> bool:
+        """Tell whether a value is the model's ids of tokens, in their order."""
+        plain = isinstance(x, View) and x.source.kind == "images" and x.index is None and x.factor is None and x.term is None
+        return plain and len(x.shape) == 2
+
+    def hides_padding(self, term: torch.Tensor) -> bool:
+        """Tell whether scores, (batch, heads, queries, keys), have a term that is the same in both texts but at hidden keys."""
+        if self.visible is None or len(term) != len(self.visible):
+            return False
+        whole, hidden = term[0], ~self.visible[1]
+        other = term[1][..., hidden]
+        # what is hidden in the first text may have any number in the second
+        gone = (other - whole[..., hidden] <= _HIDDEN) | (whole[..., hidden] <= _HIDDEN)
+        return bool(hidden.any()) and bool(gone.all()) and torch.equal(term[1][..., ~hidden], whole[..., ~hidden])
+
+    def clamp(self, x: Any, least: Any = None, most: Any = None, **named: Any) -> Any:
+        least, most = named.get("min", least), named.get("max", most)
+        if self.visible is not None and self.is_ids(x) and least == 0 and most is None:
+            return x  # where there is no token there may be any
+        if most is not None or least is None:
+            self._refuse_call()
+        return self.clamp_min(x, least)
+
+    def at_least(self, x: Any, least: Any) -> Any:
+        if self.visible is None or not self.is_ids(x) or least != 0:
+            self._refuse_call()
+        return self.visible
+
+    def is_id(self, x: Any, token: Any) -> Any:
+        if not self.is_ids(x) or type(token) is not int:
+            self._refuse_call()
+        return Place(x.shape, token)
+
+    def argmax(self, x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+        if keepdim or dim not in (1, -1) or not (isinstance(x, Place) or self.is_ids(x)):
+            self._refuse_call()
+        return Place(x.shape[:1], x.token if isinstance(x, Place) else None, found=True)
+
+    def index(self, x: Any, places: Sequence[Any]) -> Any:
+        if not any(isinstance(place, Place) for place in places):
+            return self.move(self.node.target, False, x, places)
+        each, place, *rest = *places, None, None
+        rows = isinstance(each, torch.Tensor) and torch.equal(each.flatten().cpu(), counted(BATCH))
+        if rest[:-2] or not rows or not isinstance(place, Place) or not place.found or not isinstance(x, View):
+            self._refuse_call()
+        return self.selected(x, place.token)
+
+    def selected(self, x: View, token: int | None) -> View:
+        """Return the token that stands for each text, of (batch, tokens, channels).
+
+        A normalisation before comes behind it.
+        """
+        norm = x.source
+        plain = x.index is None and x.factor is None and x.term is None and len(x.shape) == 3
+        if not plain or norm.kind != "norm" or norm.inputs[0].index is not None:
+            raise self.refusal("the token of a text, of what is no normalisation")
+        hidden, (seen,) = norm.inputs[0], norm.seen
+        ids = next(n for n in self.node.graph.nodes if n.op == "placeholder")
+
+        def select(h: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            return h[torch.arange(len(ids), dtype=torch.int64, device=ids.device), place_of(ids, token)]
+
+        # before this node, so that nobody interprets it
+        with self.node.graph.inserting_before(self.node):
+            node = self.node.graph.create_node("call_function", select, (seen, ids), {}, "selected")
+        node.meta = dict(self.node.meta)
+        shape = (x.shape[0], x.shape[2])
+        chosen = self.made("select", (dataclasses.replace(hidden, shape=x.shape),), (seen,), shape, token=token)
+        chosen.source.node = node
+        out = self.made(
+            "norm", (chosen,), (node,), shape, weight=norm.weight, bias=norm.bias, epsilon=norm.epsilon,
+            centred=norm.centred,
+        )  # fmt: skip
+        out.source.name = norm.name
+        return out
+
+    def _refuse_call(self) -> NoReturn:
+        raise self.refusal(str(getattr(self.node.target, "overloadpacket", self.node.target)))
 
     # --- rows -------------------------------------------------------------------------------------------------
 
     def embedding(self, weight: Any, ids: Any, *rest: Any) -> Any:
-        plain = isinstance(ids, View) and ids.source.kind == "images" and ids.index is None
-        if not plain or ids.factor is not None or ids.term is not None or _has_view(weight):
+        if not self.is_ids(ids) or _has_view(weight):
             raise self.refusal("embedding of what are not the model's ids of tokens")
         return self.made("embedding", (ids,), self.seen(1), (*ids.shape, weight.shape[1]), weight=wide(weight))
 
@@ -943,6 +1067,17 @@ def _split_heads(query: View, key: View, value: View) -> tuple[View, View, View]
     return query, key, value
 
 
+_HIDDEN = -9999.0
+"""What is added to a score that takes no part, at most; models write minus infinity, the least number of a type, or -10000."""
+
+
+def _is_causal(term: torch.Tensor) -> bool:
+    """Tell whether a term of scores, (windows, heads, queries, keys), hides the keys behind each query and nothing else."""
+    behind = torch.ones(term.shape[2:], dtype=torch.bool, device="cpu").triu(1)
+    few = term.shape[:2] == (1, 1) and term.shape[2] == term.shape[3] > 1
+    return few and bool((term[0, 0][behind] <= _HIDDEN).all()) and not bool(term[0, 0][~behind].any())
+
+
 def _least(term: torch.Tensor) -> torch.Tensor:
     """Return a mask with one row where all windows, or all heads, have the same."""
     for dim in (0, 1):
@@ -983,12 +1118,15 @@ class Captured:
         operations: in order; the first is the images.
         outputs: of the network.
         select: returns the module that gives a model's outputs.
+        tokens: by node of the traced graph, int64 (rows,): of which place of a text each row of the node's value is, for one
+            text. Empty where there are no masks.
     """
 
     module: fx.GraphModule
     operations: list[Operation]
     outputs: list[Output]
     select: Callable[[nn.Module], nn.Module] = lambda model: model
+    tokens: dict[fx.Node, torch.Tensor] = dataclasses.field(default_factory=dict)
 
     def pick(self, returned: Any) -> dict[str, torch.Tensor]:
         """Return the outputs, by name, of what :attr:`select`'s module returned."""
@@ -1038,7 +1176,10 @@ def _compute(operation: Operation, inputs: list[torch.Tensor], images: torch.Ten
         return images
     if operation.kind == "embedding":
         assert operation.weight is not None
-        return nn.functional.embedding(inputs[0], operation.weight.to(images.device, torch.float32))
+        return nn.functional.embedding(inputs[0].clamp(min=0), operation.weight.to(images.device, torch.float32))
+    if operation.kind == "select":
+        return inputs[0][torch.arange(len(images), dtype=torch.int64, device=images.device), place_of(images, operation.token)]
+    ids = images
     images = inputs[0]  # for the type and the device
     weight, bias = (None if x is None else x.to(images) for x in (operation.weight, operation.bias))
     if operation.kind in ("linear", "unrotate"):
@@ -1069,9 +1210,14 @@ def _compute(operation: Operation, inputs: list[torch.Tensor], images: torch.Ten
     mask = operation.mask
     if mask is not None:
         mask = mask.to(images).repeat(query.shape[0] // mask.shape[0], 1, 1, 1)
-    out = nn.functional.scaled_dot_product_attention(
-        query, key, value, mask, is_causal=operation.is_causal, scale=operation.scale
-    )
+    is_causal = operation.is_causal
+    if operation.is_padded:
+        visible = is_token(ids)[:, None, None]
+        if is_causal:
+            square = torch.ones((query.shape[2], key.shape[2]), dtype=torch.bool, device=ids.device)
+            visible, is_causal = visible & square.tril(), False
+        mask = visible if mask is None else mask.masked_fill(~visible, -math.inf)
+    out = nn.functional.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=operation.scale)
     return out.transpose(1, 2)
 
 
@@ -1221,8 +1367,9 @@ def _output(name: str, view: View, node: fx.Node, place: int) -> Output:
 
 
 def capture(
-    model: nn.Module, images: torch.Tensor, outputs: Sequence[str] | OutputsOf | None = None, refusals: list[str] | None = None
-) -> Captured:
+    model: nn.Module, images: torch.Tensor, outputs: Sequence[str] | OutputsOf | None = None,
+    refusals: list[str] | None = None, *, padded: bool = False,
+) -> Captured:  # fmt: skip
     """Trace a module in eval mode and list its operations.
 
     Args:
@@ -1231,12 +1378,13 @@ def capture(
         images: of the model's dtype and device, :data:`BATCH` of them; or ids.
         outputs: those that are wanted, see :func:`qflash.quantize_model`.
         refusals: where messages go for operations without an integer form, which are passed over; None raises the first.
+        padded: whether the model takes ids with an attention mask; here ids are negative where there is no token.
 
     Raises:
         UnsupportedError: an operation has no integer form.
         TypeError, ValueError: ``outputs`` are no such, or an output is unknown.
     """
-    selected = select_outputs(model, outputs)
+    selected = select_outputs(model, outputs, padded)
     wanted, outputs = outputs, None if callable(outputs) else outputs
     with torch.no_grad():
         try:
@@ -1254,7 +1402,7 @@ def capture(
             list(outputs)
             if outputs is not None
             else ["logits"]
-            if "logits" in nodes and selected is model
+            if "logits" in nodes and wanted is None
             else [x for x in nodes if nodes[x] is not None]
         )
         for name in names:
@@ -1265,7 +1413,12 @@ def capture(
         # takes images and returns a tuple, whatever the model's own arguments and results are
         module.graph.set_codegen(fx.graph.CodeGen())
         module.recompile()
-        tracer = _Tracer(module, isinstance(selected, Selected), refusals)
+        visible = None
+        if padded:
+            # the second text ends in the middle
+            visible = torch.ones(images.shape, dtype=torch.bool, device=images.device)
+            visible[1, (images.shape[1] + 1) // 2 :] = False
+        tracer = _Tracer(module, isinstance(selected, Selected), refusals, visible)
         places = [n for n in module.graph.nodes if n.op == "placeholder"]
         tracer.node = places[0]
         view = tracer.made("images", (), (), (images.numel() // images.shape[-1], images.shape[-1]))
@@ -1285,8 +1438,22 @@ def capture(
         module,
         _used(tracer.operations, found),
         [_output(name, x, nodes[name], list(nodes).index(name)) for name, x in zip(names, found, strict=True)],
-        functools.partial(select_outputs, outputs=wanted),
+        functools.partial(select_outputs, outputs=wanted, padded=padded),
+        _places(tracer, images.shape[1]) if padded else {},
     )
+
+
+def _places(tracer: _Tracer, tokens: int) -> dict[fx.Node, torch.Tensor]:
+    """Return :attr:`Captured.tokens` of what was interpreted, of texts of so many tokens."""
+    found: dict[fx.Node, torch.Tensor] = {}
+    for node, x in tracer.env.items():
+        if not isinstance(x, View) or x.source.rows != BATCH * tokens:
+            continue
+        rows = x.places().reshape(-1, x.shape[-1])
+        row = rows[:, 0].div(x.source.channels, rounding_mode="floor")
+        if bool((row >= 0).all()) and torch.equal(rows[:, -1] // x.source.channels, row):
+            found[node] = row[row < tokens]
+    return found
 
 
 def _used(operations: Sequence[Operation], outputs: Sequence[View]) -> list[Operation]:

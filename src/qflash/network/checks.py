@@ -19,12 +19,13 @@ from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..specification import layers as op
+from ..specification.texts import is_token
 from .calibration import Calibration
 from .capture import Captured
 from .compare import node_errors
 from .graph import IntegerNetwork
 from .patterns import Lowering
-from .quality import Quality, sqnr_db
+from .quality import Quality, of_tokens, sqnr_db
 
 LEAST_READ_DB = 60.0
 """The float network as it was read equals the model from here on. Two float32 programs of one network have 90 to 130 dB."""
@@ -184,21 +185,31 @@ class _Saturation(TorchDispatchMode):
 
     Attributes:
         clipped, total: elements.
+        visible: bool (batch, tokens), which places of texts count; None for all.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.clipped = self.total = 0
+        self.visible: torch.Tensor | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if getattr(func, "namespace", None) == "qflash" and isinstance(out, torch.Tensor) and out.dtype == torch.int8:
-            self.total += out.numel()
+            self.total += self._counted(func, out).numel()
             wide = self._unclipped(func, args)
             # attention's are floats, which round to integers
             ends = (-128.5, 127.5) if wide.is_floating_point() else (-128, 128)
-            self.clipped += int(((wide < ends[0]) | (wide >= ends[1])).sum())
+            self.clipped += int(self._counted(func, (wide < ends[0]) | (wide >= ends[1])).sum())
         return out
+
+    def _counted(self, func: Any, x: torch.Tensor) -> torch.Tensor:
+        """Return the elements that count."""
+        if self.visible is None:
+            return x
+        if func.overloadpacket is torch.ops.qflash.int8_attention:
+            x = x.transpose(1, 2)
+        return x[self.visible] if x.shape[:2] == self.visible.shape else x
 
     def _unclipped(self, func: Any, args: Any) -> torch.Tensor:
         """Return what an operator would give with room beyond int8, in its output's unit."""
@@ -238,9 +249,14 @@ def judge(
     """
     with torch.inference_mode():
         with _Saturation() as saturation:
-            parts = [network.run(part) for part in images.split(_BATCH)]
+            parts = []
+            for part in images.split(_BATCH):
+                saturation.visible = is_token(part) if network.is_padded else None
+                parts.append(network.run(part))
         outs = {name: torch.cat([each[name] for each in parts]) for name in parts[0]}
         found = {name: out.to(torch.float32) * network.scales[name] for name, out in outs.items()}
+        # nobody asks what is at places without a token
+        found, wanted = ({name: of_tokens(x, images) for name, x in each.items()} for each in (found, wanted))
         # of several outputs the worst
         quality = Quality(
             min(sqnr_db(wanted[name], got) for name, got in found.items()),

@@ -16,7 +16,7 @@ from .inputs import check_input, takes_ids
 from .modules import LayerNorm, Linear
 from .operators.narrow import Narrow
 from .patterns import Lowering
-from .quality import sqnr_db
+from .quality import of_tokens, sqnr_db
 
 _ENDS = {torch.int8: (-128, 127), torch.int16: (-32768, 32767)}
 
@@ -57,13 +57,15 @@ def node_errors(network: IntegerNetwork, lowering: Lowering, images: torch.Tenso
             return
         view, group = lowering.references[name]
         got, share = out.to(torch.float64), 0.0
+        counted = of_tokens(torch.ones_like(got), images)
         if out.dtype in _ENDS:
             grid = lowering.grids[name]
             got = got * grid.step.to(got) + grid.middle.to(got)
             least, most = _ENDS[out.dtype]
-            share = float(((out == least) | (out == most)).double().mean())
+            share = float((((out == least) | (out == most)) * counted).sum() / counted.sum())
         kind = type(network.part(name)).__name__
-        want = view.evaluate(computed[id(view.source)])
+        want = view.evaluate(computed[id(view.source)]).reshape(got.shape)
+        got, want = of_tokens(got, images), of_tokens(want, images)
         rows.append(NodeError(name, kind, sqnr_db(want, got), share, group is not None))
 
     with torch.inference_mode():
@@ -138,7 +140,7 @@ class Comparison:
 
 
 def compare(
-    network: IntegerNetwork, model: nn.Module, images: torch.Tensor, *, mean: Sequence[float] | None = None,
+    network: IntegerNetwork, model: nn.Module, images: Any, *, mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None, contributions: bool = True, progress: bool = True,
 ) -> Comparison:  # fmt: skip
     """Compare an integer network with its float model, node by node.
@@ -149,7 +151,7 @@ def compare(
     Args:
         network: as :func:`qflash.quantize_model` returned it; a file does not hold what a unit of every node stands for.
         model: the float model that it was made of.
-        images: uint8 (batch, channels, height, width).
+        images: uint8 (batch, channels, height, width); or ids of tokens, or what a tokeniser returns.
         mean, std: as for :func:`qflash.quantize_model`.
         contributions: whether to compute branches in floating point, which runs the network once for each.
         progress: show a bar.
@@ -164,6 +166,7 @@ def compare(
     lowering = network.lowering
     if lowering is None:
         raise ValueError("network must be the one that quantize_model returned, a loaded one does not know its model")
+    images = network.prepared(images)
     check_input(images, network.image)
     parameter = next(model.parameters())
     statistics = ([0.0], [1.0]) if takes_ids(network.image) else find_statistics(model, network.image[0], mean, std)
@@ -173,7 +176,7 @@ def compare(
 
     def judged(each: IntegerNetwork) -> dict[str, float]:
         found = each.dequantize(each.run(images))
-        return {name: sqnr_db(want.float(), found[name]) for name, want in wanted.items()}
+        return {name: sqnr_db(of_tokens(want.float(), images), of_tokens(found[name], images)) for name, want in wanted.items()}
 
     with torch.inference_mode():
         whole = judged(network)

@@ -42,12 +42,21 @@ class NetworkGraph:
             with torch.cuda.graph(self._graph, stream=side):
                 self._output = network(self._images)
 
-    def __call__(self, images: torch.Tensor) -> Any:
-        """Return new tensors with what the network makes of uint8 images (batch, channels, height, width), of any device.
+    def __call__(
+        self, images: Any = None, *, input_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        """Return new tensors with what the network makes of images or texts, of any device.
+
+        Args:
+            images, input_ids, attention_mask, token_type_ids: as :meth:`.graph.IntegerNetwork.forward` takes them; texts of the
+                tokens of calibration.
 
         Raises:
             TypeError, ValueError: images are of another type or size, or not :attr:`batch` many.
         """
+        text = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
+        images = self._network.prepared(images, **text)
         check_input(images, self._network.image)
         if len(images) != self.batch:
             raise ValueError(f"images must be {self.batch}, for which the graph was captured, got {len(images)}")

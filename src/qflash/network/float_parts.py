@@ -15,7 +15,7 @@ from ..specification import layers as op
 from . import activations
 from .capture import rms_norm
 from .conversion import Grid
-from .graph import IntegerNetwork
+from .graph import IMAGES, IntegerNetwork
 from .matrix import Matrix
 from .modules import (
     Attention,
@@ -125,9 +125,9 @@ class FloatNode(IntegerModule):
         """
         if operator not in KEPT or type(sizes) is not dict:
             raise ValueError(f"operator must be one of {', '.join(KEPT)} with its sizes, got {operator!r} and {sizes!r}")
-        if not isinstance(given, (list, tuple)) or not 0 < len(given) <= 3 or {type(has_bias), type(head_scale)} != {bool}:
+        if not isinstance(given, (list, tuple)) or not 0 < len(given) <= 4 or {type(has_bias), type(head_scale)} != {bool}:
             raise ValueError(
-                f"given must be a list of 1 to 3 shapes, has_bias and head_scale True or False, got {given!r}, {has_bias!r}, "
+                f"given must be a list of 1 to 4 shapes, has_bias and head_scale True or False, got {given!r}, {has_bias!r}, "
                 f"{head_scale!r}"
             )
         if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or not 0 <= epsilon < math.inf:
@@ -258,13 +258,19 @@ class FloatNode(IntegerModule):
         if isinstance(inner, Rotary):
             assert self.cos is not None and self.sin is not None
             return inner.turned(x, self.cos, self.sin)
+        ids = None
+        if inner.padded:
+            *more, ids = more
         query, key, value = inner.heads_of((x, *more), self.query)
         if self.head_scale is not None:
             query = query * self.head_scale[:, None, None]
         mask = self.mask
         if mask is not None:
             mask = mask.repeat(query.shape[0] // mask.shape[0], 1, 1, 1)
-        out = F.scaled_dot_product_attention(query, key, value, mask, scale=inner.softmax_scale)
+        visible, is_causal = inner.mask_of(ids, query.shape[2], biased=False)
+        if visible is not None:
+            mask = visible if mask is None else mask.masked_fill(~visible, -math.inf)
+        out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=inner.softmax_scale)
         windows = x.shape[1] // inner.tokens if inner.tokens else 1
         return out.transpose(1, 2).reshape(x.shape[0], windows * out.shape[2], inner.heads * inner.head_dim)
 
@@ -323,7 +329,12 @@ def with_float_parts(
     for node in network.nodes:
         part = network.part(node.name)
         if node.name in floats:
-            given = [None if name in floats and floats.issuperset(users[name]) else grids[name] for name in node.inputs]
+            ids = len(node.inputs) > 1
+            given = [
+                # ids beside another input are no numbers on a grid
+                None if (name in floats and floats.issuperset(users[name])) or (ids and name == IMAGES) else grids[name]
+                for name in node.inputs
+            ]
             only_floats = bool(users[node.name]) and floats.issuperset(users[node.name])
             part = FloatNode.of(part, twins[node.name], given, None if only_floats else grids[node.name])
         modules[node.name] = part

@@ -15,8 +15,10 @@ from ..scalars import whole_number
 from ..specification.recipe import Recipe
 from .cpu_graph import CpuGraph
 from .cuda_graph import NetworkGraph
-from .inputs import check_input, check_sizes, input_dtype, input_shape
-from .modules import EXTRA_STATE, LOADED, IntegerModule, Mean, Widen
+from .inputs import TEXT, check_input, check_sizes, input_dtype, input_shape, takes_ids, text_ids
+from .modules import EXTRA_STATE, LOADED, Attention, IntegerModule, Mean, Widen
+from .operators.rotary import Rotary
+from .operators.token_embedding import TokenEmbedding
 from .operators.tokens import Tokens
 from .quality import Quality
 from .sizes import OtherSize, dequantized, key_of, module_tree, own_copy, run_mixed, shown
@@ -38,6 +40,13 @@ class Node(NamedTuple):
     inputs: tuple[str, ...]
 
 
+def _has_places(part: IntegerModule) -> bool:
+    """Tell whether a module other than the embedding of tokens has a number for each place of a text."""
+    tables = (getattr(part, name, None) for name in ("gather", "scatter"))
+    bias = part.bias if isinstance(part, Attention) else None
+    return isinstance(part, (Mean, Rotary, Tokens)) or bias is not None or any(x is not None for x in tables)
+
+
 class IntegerNetwork(IntegerModule):
     """A quantised network: uint8 images in, int32 out, integers between.
 
@@ -57,6 +66,8 @@ class IntegerNetwork(IntegerModule):
             is not known, as of a file that does not say it.
         about: what files keep for people: ``"name"`` of the float model, ``"labels"`` of its classes, and ``"images"``, which
             :func:`qflash.image_transform` takes. Nothing is computed with it.
+        is_padded: whether it takes texts with places without a token, whose ids are negative: ``attention_mask`` says where.
+        takes_shorter: whether texts may have fewer tokens than those of calibration.
         lowering: what the network was made of, for :func:`qflash.compare`; None of a network from a file, or a copy.
     """
 
@@ -83,6 +94,9 @@ class IntegerNetwork(IntegerModule):
         self._check_names()
         self.parts = module_tree({node.name: modules[node.name] for node in self.nodes})
         self.others = nn.ModuleDict()
+        parts = [self.part(node.name) for node in self.nodes]
+        self.is_padded = any(isinstance(part, TokenEmbedding) and part.padded for part in parts)
+        self.takes_shorter = self.is_padded and not any(map(_has_places, parts))
         self._last_use = {name: index for index, node in enumerate(self.nodes) for name in node.inputs}
         self._last_use.update(dict.fromkeys(outputs.values(), len(self.nodes)))
 
@@ -201,13 +215,37 @@ class IntegerNetwork(IntegerModule):
 
         return float_nodes(self)
 
-    def forward(self, images: torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...]) -> Any:
-        """Classify images.
+    def prepared(self, images: Any, **text: torch.Tensor | None) -> torch.Tensor:
+        """Return what :meth:`run` takes, of what :meth:`forward` takes.
+
+        Raises:
+            TypeError, ValueError: it is something else.
+        """
+        given = {name: x for name, x in text.items() if x is not None}
+        if isinstance(images, Mapping):
+            given, images = {name: x for name, x in images.items() if name in TEXT} | given, None
+        if takes_ids(self.image):
+            if images is not None and given:
+                given.setdefault("input_ids", images)
+            return text_ids(given, self.is_padded) if given or images is None else images
+        if given or images is None:
+            raise TypeError(f"the network takes images, uint8 (batch, channels, height, width), got {', '.join(given) or None}")
+        found: torch.Tensor = images
+        return found
+
+    def forward(
+        self, images: Any = None, *, input_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        """Classify images, or encode texts.
 
         Args:
             images: uint8 (batch, image channels, height, width), RGB, not normalised, of one of :attr:`image_sizes`; a list of
                 (image channels, height, width) of several of these sizes; or ids, int32 or int64 (batch, tokens), of a network
-                that takes these.
+                that takes these, negative where there is no token; or what a tokeniser returns, a dictionary.
+            input_ids: ids, as tokenisers name them: ``network(**tokenizer(texts, return_tensors="pt", padding=True))``.
+            attention_mask: (batch, tokens), 0 where there is no token; only of a network whose calibration texts had one.
+            token_type_ids: (batch, tokens), which must be 0.
 
         Returns:
             int32 (batch, outputs), or features of a network without a head; times :attr:`output_scale` in the float network's
@@ -217,20 +255,23 @@ class IntegerNetwork(IntegerModule):
         Raises:
             TypeError, ValueError: images are of another type or size.
         """
-        found = run_mixed(self, images) if isinstance(images, (list, tuple)) else self.run(images)
+        text = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
+        taken: Any = self.prepared(images, **text)
+        found = run_mixed(self, taken) if isinstance(taken, (list, tuple)) else self.run(taken)
         return found if len(found) > 1 else next(iter(found.values()))
 
     def run(self, images: torch.Tensor, seen: Callable[[str, torch.Tensor], None] | None = None) -> dict[str, torch.Tensor]:
         """Return the outputs by name, of images as :meth:`forward` takes them.
 
         Args:
-            images: uint8 (batch, image channels, height, width), of one of :attr:`image_sizes`.
+            images: uint8 (batch, image channels, height, width), of one of :attr:`image_sizes`; or ids, negative where there is
+                no token.
             seen: is called with each node's name and output.
         """
         other = None
         if self.others and isinstance(images, torch.Tensor) and images.dim() == 4:
             other = self._other(images.shape[2:])
-        check_input(images, self.image if other is None else other.image)
+        check_input(images, self.image if other is None else other.image, shorter=self.takes_shorter)
         values = {IMAGES: images}
         for index, node in enumerate(self.nodes):
             part = self.part(node.name) if other is None or node.name not in other.names else other.part(node.name)

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
+from ..specification.texts import with_padding
 from .execution import check_images
 
 MOST_PIXELS = 1 << 26
@@ -48,8 +50,13 @@ def input_dtype(image: Sequence[int]) -> torch.dtype:
     return torch.int64 if takes_ids(image) else torch.uint8
 
 
-def check_input(x: torch.Tensor, image: Sequence[int]) -> None:
+def check_input(x: torch.Tensor, image: Sequence[int], *, shorter: bool = False) -> None:
     """Require what a network takes.
+
+    Args:
+        x: images or ids.
+        image: see :class:`.graph.IntegerNetwork`.
+        shorter: whether texts may have fewer tokens.
 
     Raises:
         TypeError, ValueError: it is something else; the message names it.
@@ -61,5 +68,46 @@ def check_input(x: torch.Tensor, image: Sequence[int]) -> None:
     if not isinstance(x, torch.Tensor) or x.dtype not in (torch.int32, torch.int64):
         found = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
         raise TypeError(f"ids must be an int32 or int64 tensor (batch, tokens), got {found}")
-    if x.dim() != 2 or x.shape[1] != image[0]:
-        raise ValueError(f"ids must have shape (batch, {image[0]}), the tokens of the calibration texts, got {tuple(x.shape)}")
+    if x.dim() != 2 or not (1 <= x.shape[1] <= image[0] if shorter else x.shape[1] == image[0]):
+        raise ValueError(
+            f"ids must have shape (batch, {image[0]}){' or fewer tokens' * shorter}, the tokens of the calibration texts, got "
+            f"{tuple(x.shape)}"
+        )
+
+
+TEXT = ("input_ids", "attention_mask", "token_type_ids")
+"""What tokenisers return."""
+
+
+def text_ids(given: Mapping[str, Any], padded: bool) -> torch.Tensor:
+    """Return ids, int32 or int64 (batch, tokens), with -1 where there is no token, of what a tokeniser returns.
+
+    Args:
+        given: tensors by the names of :data:`TEXT`, or None; other names are passed over.
+        padded: whether a mask may have zeros.
+
+    Raises:
+        TypeError, ValueError: a tensor is no such, or says what an integer network does not take.
+    """
+    ids = given.get("input_ids")
+    if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 2:
+        found = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
+        raise TypeError(f"input_ids must be an int32 or int64 tensor (batch, tokens), got {found}")
+    for name in TEXT[1:]:
+        x = given.get(name)
+        if x is None:
+            continue
+        if not isinstance(x, torch.Tensor) or x.shape != ids.shape:
+            found = str(tuple(x.shape)) if isinstance(x, torch.Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a tensor of the shape of input_ids, {tuple(ids.shape)}, got {found}")
+        if name == "attention_mask" and padded:
+            ids = with_padding(ids, x.to(ids.device))
+            continue
+        usual = int(name == "attention_mask")
+        # under torch.compile nobody can look
+        if not torch.compiler.is_compiling() and bool((x != usual).any()):
+            why = "of one segment"
+            if usual:
+                why = "without padding, since the first calibration batch had no mask that the model takes"
+            raise ValueError(f"{name} must be {usual} everywhere: the integer network takes texts {why}")
+    return ids

@@ -19,6 +19,7 @@ from torch import nn
 from ..specification import fixed_point as fp
 from ..specification import layers as op
 from ..specification.recipe import Recipe
+from ..specification.texts import is_token
 from ..validation import check_tensor, resolve_softmax_scale
 
 
@@ -479,6 +480,8 @@ class Attention(IntegerModule):
         tokens: of a window; 0 where all tokens of an image attend to each other.
         query: int8 (1, heads, queries, channels), queries that are a constant of the network, or None.
         first: how many of the first tokens ask; 0 for all.
+        padded: whether the last input is ids of tokens, (batch, tokens): keys where they are negative take no part.
+        causal: whether query i sees keys 0 to i.
     """
 
     is_integer_attention = True
@@ -492,12 +495,12 @@ class Attention(IntegerModule):
 
     def __init__(
         self, heads: int, head_dim: int, softmax_scale: float, recipe: str, bias: Sequence[int] | None = None, tokens: int = 0,
-        queries: int = 0, first: int = 0,
+        queries: int = 0, first: int = 0, padded: bool = False, causal: bool = False,
     ) -> None:  # fmt: skip
         """Make it empty.
 
         Args:
-            heads, head_dim, softmax_scale, tokens, first: see there.
+            heads, head_dim, softmax_scale, tokens, first, padded, causal: see there.
             recipe: :attr:`qflash.Recipe.key`.
             bias: shape of :attr:`bias`.
             queries: how many constant ones there are; 0 where they are computed.
@@ -506,13 +509,18 @@ class Attention(IntegerModule):
         _require_sizes(0, tokens=tokens, queries=queries, first=first)
         require_lists(4, bias=bias)
         sizes = {"heads": heads, "head_dim": head_dim, "softmax_scale": softmax_scale, "recipe": recipe}
-        super().__init__(**sizes, bias=bias and list(bias), tokens=tokens, queries=queries, first=first)
+        _require_flags(padded=padded, causal=causal)
+        # what is not so is not named, as in older files
+        flags = {name: True for name, flag in (("padded", padded), ("causal", causal)) if flag}
+        super().__init__(**sizes, bias=bias and list(bias), tokens=tokens, queries=queries, first=first, **flags)
+        if (padded or causal) and (tokens or queries or (causal and bias)):
+            raise ValueError("padded and causal are for attention of whole texts, causal for attention without a bias")
         if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
             raise ValueError(f"softmax_scale must be a number, got {softmax_scale!r}")
         resolve_softmax_scale(softmax_scale, head_dim)
         Recipe.from_key(recipe)
         self.heads, self.head_dim, self.softmax_scale, self.recipe = heads, head_dim, softmax_scale, recipe
-        self.tokens, self.first = tokens, first
+        self.tokens, self.first, self.padded, self.causal = tokens, first, padded, causal
         for name, width in (("query", 1), ("key", 1), ("value", head_dim), ("output", head_dim)):
             self._buffer(f"{name}_scale", (1, heads, 1, width), torch.int32)
         self._buffer("bias", tuple(bias) if bias else None, torch.int32)
@@ -555,19 +563,42 @@ class Attention(IntegerModule):
             views[0] = views[0][:, :, : self.first]
         return views
 
+    def mask_of(self, ids: torch.Tensor | None, queries: int, *, biased: bool = True) -> tuple[torch.Tensor | None, bool]:
+        """Return what :func:`qflash.int8_attention` takes as its mask, bool or int32 that broadcast to the scores, and whether
+        it is causal beside that.
+
+        Args:
+            ids: of tokens, if :attr:`padded`.
+            queries: how many.
+            biased: whether the bias is part of it.
+        """
+        bias = self.bias if biased else None
+        if ids is None:
+            return bias, self.causal
+        visible = is_token(ids)[:, None, None]
+        if self.causal:
+            here = torch.arange(ids.shape[1], dtype=torch.int64, device=ids.device)
+            visible = visible & (here <= here[:queries, None])
+        return visible if bias is None else torch.where(visible, bias, fp.BIAS_MASKED), False
+
     def forward(self, *parts: torch.Tensor, backend: str = "auto") -> torch.Tensor:
         """Return int8 (batch, tokens, heads * head_dim).
 
         Args:
             parts: int8 (batch, tokens, n * heads * head_dim), n of query, key and value side by side, or one of them as (batch,
-                tokens, heads, head_dim); all together query, key and value, or key and value where the query is a constant.
+                tokens, heads, head_dim); all together query, key and value, or key and value where the query is a constant;
+                behind them ids of tokens, int32 or int64 (batch, tokens), if :attr:`padded`.
             backend: see :func:`qflash.attention`.
         """
+        ids = None
+        if self.padded:
+            *parts, ids = parts  # type: ignore[assignment]
         query, key, value = self.heads_of(parts, self.query)
+        mask, is_causal = self.mask_of(ids, query.shape[2])
         scales = (x.view(torch.float32) for x in (self.query_scale, self.key_scale, self.value_scale, self.output_scale))
         query_scale, key_scale, value_scale, output_scale = scales
         out = torch.ops.qflash.int8_attention(
-            query, query_scale, key, key_scale, value, value_scale, self.bias, False, self.softmax_scale, output_scale,
+            query, query_scale, key, key_scale, value, value_scale, mask, is_causal, self.softmax_scale, output_scale,
             torch.int8, self.recipe, backend,
         )  # fmt: skip
         windows = parts[0].shape[1] // self.tokens if self.tokens else 1

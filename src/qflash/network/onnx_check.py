@@ -16,11 +16,12 @@ import torch
 
 if TYPE_CHECKING:
     from .graph import IntegerNetwork
+from ..specification.texts import with_padding
 from .inputs import takes_ids
 from .quality import sqnr_db
 
-INPUT, IDS, OUTPUT = "images", "input_ids", "logits"
-"""Names of the model's input, of images or of ids, and of its output."""
+INPUT, IDS, MASK, OUTPUT = "images", "input_ids", "attention_mask", "logits"
+"""Names of the model's input, of images or of ids, perhaps with a mask, and of its output."""
 COUNT = 2
 """Images of the self-test; a model of a larger batch gets them again and again."""
 RUNTIMES = ("onnxruntime", "reference", "openvino")
@@ -52,6 +53,13 @@ def self_test_ids(count: int, tokens: int, vocabulary: int) -> torch.Tensor:
     return ((_mix(n) << 16 | _mix(n + 77777) << 8 | _mix(n + 12345)) % vocabulary).view(count, tokens)
 
 
+def _half_mask(ids: torch.Tensor) -> torch.Tensor:
+    """Return the mask of the self-test, int64 (count, tokens): of every second text the second half is padding."""
+    mask = torch.ones_like(ids)
+    mask[1::2, (ids.shape[1] + 1) // 2 :] = 0
+    return mask
+
+
 def output_names(network: IntegerNetwork) -> list[str]:
     """Return the names of a network's outputs in its ONNX file: ``"logits"`` of one, their own of several."""
     return [OUTPUT] if len(network.outputs) == 1 else list(network.outputs)
@@ -60,6 +68,8 @@ def output_names(network: IntegerNetwork) -> list[str]:
 def self_test(network: IntegerNetwork) -> str:
     """Return the self-test of a network as its file holds it: JSON with the outputs of each image, by name."""
     images = (self_test_ids if takes_ids(network.image) else self_test_images)(COUNT, *network.image)
+    if network.is_padded:
+        images = with_padding(images, _half_mask(images))
     # the caller's choice of a back end may be for another device
     twin = copy.copy(network)
     twin.backend = "auto"
@@ -106,12 +116,12 @@ def check_onnx(
     needed = {"onnx", *(packages[name] for name in runtimes or ()), *(["onnxruntime"] if providers else [])}
     require_packages("check-onnx", *sorted(needed))
     path = Path(path)
-    images, wanted, has_floats = _read(path)
+    inputs, wanted, has_floats = _read(path)
     outcomes = []
     for name in runtimes or [name for name in RUNTIMES if importlib.util.find_spec(packages[name]) is not None]:
         for runtime, run in _WAYS[name](path, providers):
             try:
-                found = run(images.numpy(), list(wanted))
+                found = run(inputs, list(wanted))
                 problems = [_difference(name, x, got, has_floats) for (name, x), got in zip(wanted.items(), found, strict=True)]
                 problem = "; ".join(filter(None, problems)) or None
             except Exception as error:
@@ -120,8 +130,8 @@ def check_onnx(
     return outcomes
 
 
-def _read(path: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor], bool]:
-    """Return the images of a file's self-test, what it wants of them by the output's name, and whether parts are floats."""
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], bool]:
+    """Return the inputs of a file's self-test, what it wants of them by the output's name, and whether parts are floats."""
     import onnx
 
     with path.open("rb") as file:
@@ -156,7 +166,14 @@ def _read(path: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor], bool]:
         raise ValueError(f"{path} has a self-test that is damaged: {type(error).__name__}: {error}") from error
     which = torch.arange(batch or COUNT, dtype=torch.int64, device="cpu") % COUNT
     images = (self_test_ids if given.name == IDS else self_test_images)(COUNT, *sizes)[which]
-    return images, {name: x[which] for name, x in wanted.items()}, "float_parts" in texts
+    inputs = {given.name: images}
+    if any(x.name == MASK for x in model.graph.input):
+        inputs[MASK] = _half_mask(self_test_ids(COUNT, *sizes))[which]
+    return (
+        {name: x.numpy() for name, x in inputs.items()},
+        {name: x[which] for name, x in wanted.items()},
+        "float_parts" in texts,
+    )
 
 
 LEAST_FLOAT_DB = 30.0
@@ -176,13 +193,8 @@ def _difference(name: str, want: torch.Tensor, found: Any, has_floats: bool) -> 
     return f"{wrong} of {want.numel()} {name} differ, by up to {most}" if wrong else None
 
 
-def input_name(x: Any) -> str:
-    """Return the name of the input that takes an array."""
-    return INPUT if x.ndim == 4 else IDS
-
-
 _Way = Iterator[tuple[str, Callable[[Any, list[str]], Any]]]
-"""Names of runtimes, and functions of images and names of outputs."""
+"""Names of runtimes, and functions of arrays by the inputs' names and of names of outputs."""
 
 
 def _onnxruntime(path: Path, providers: Sequence[str] | None) -> _Way:
@@ -197,15 +209,13 @@ def _onnxruntime(path: Path, providers: Sequence[str] | None) -> _Way:
     for provider in providers or [name for name in here if name != "AzureExecutionProvider"]:
         for level in onnxruntime.GraphOptimizationLevel.__members__.values():
 
-            def run(images: Any, names: list[str], provider: str = provider, level: Any = level) -> Any:
+            def run(inputs: Any, names: list[str], provider: str = provider, level: Any = level) -> Any:
                 options = onnxruntime.SessionOptions()
                 options.graph_optimization_level = level
                 # errors are raised as well
                 options.log_severity_level = 4
                 with_cpu = list(dict.fromkeys((provider, "CPUExecutionProvider")))
-                return onnxruntime.InferenceSession(str(path), options, providers=with_cpu).run(
-                    names, {input_name(images): images}
-                )
+                return onnxruntime.InferenceSession(str(path), options, providers=with_cpu).run(names, inputs)
 
             yield f"onnxruntime {onnxruntime.__version__}, {provider}, {level.name}", run
 
@@ -216,7 +226,7 @@ def _reference(path: Path, _: Sequence[str] | None) -> _Way:
 
     yield (
         f"onnx {onnx.__version__}, reference evaluator",
-        lambda images, names: ReferenceEvaluator(str(path)).run(names, {input_name(images): images}),
+        lambda inputs, names: ReferenceEvaluator(str(path)).run(names, inputs),
     )
 
 
@@ -225,7 +235,7 @@ def _openvino(path: Path, _: Sequence[str] | None) -> _Way:
 
     yield (
         f"openvino {openvino.__version__.partition('-')[0]}, CPU",
-        lambda images, names: [openvino.Core().compile_model(str(path), "CPU")([images])[name] for name in names],
+        lambda inputs, names: [openvino.Core().compile_model(str(path), "CPU")(inputs)[name] for name in names],
     )
 
 

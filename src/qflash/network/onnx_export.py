@@ -13,11 +13,12 @@ from typing import Any
 
 from ..scalars import unboxed
 from ..specification.reference import ARITHMETIC_VERSION
+from ..specification.texts import PADDING
 from ..validation import check_flags
 from .export_checks import check_attention, check_path
 from .graph import IntegerNetwork, check_network
 from .inputs import input_shape, takes_ids
-from .onnx_check import IDS, INPUT, output_names, self_test
+from .onnx_check import IDS, INPUT, MASK, output_names, self_test
 
 BATCH = "batch"
 """Name of a batch dimension that is left open."""
@@ -94,13 +95,18 @@ def export_onnx(
     images = Value(IDS if ids else INPUT, np.dtype(np.int64 if ids else np.uint8))
     count = BATCH if batch == "dynamic" else batch
     shapes = network.shapes()
-    found = whole_network(graph, network, images)
+    inputs, taken = [images], images
+    if network.is_padded:
+        inputs.append(Value(MASK, np.dtype(np.int64)))
+        zero, padding = graph.constant(0, np.int64), graph.constant(PADDING, np.int64)
+        taken = graph.node("Where", graph.node("Equal", inputs[1], zero, dtype=np.bool_), padding, images, dtype=np.int64)
+    found = whole_network(graph, network, taken)
     outputs = [
         (graph.node("Identity", value), public, (count, *shapes[network.outputs[name]][1:]))
         for (name, value), public in zip(found.items(), output_names(network), strict=True)
     ]
     model = graph.model(
-        [(images, (count, *input_shape(network.image)))],
+        [(x, (count, *input_shape(network.image))) for x in inputs],
         outputs,
         type(network).__name__,
         __version__,

@@ -56,6 +56,8 @@ def _norm(graph: Graph, node: FloatNode, x: Value, shape: Shape, *residual: Valu
 
 def _attention(graph: Graph, node: FloatNode, parts: Sequence[Value], shapes: Sequence[Shape]) -> Value:
     inner: Any = node.inner
+    if inner.padded or inner.causal:
+        raise ValueError("attention with masked keys that is kept in floating point has no form in ONNX here")
     heads, width = inner.heads, inner.head_dim
     windows = shapes[0][1] // inner.tokens if inner.tokens else 0
     each, lead = graph.split_heads(parts, shapes, heads, width, inner.tokens)

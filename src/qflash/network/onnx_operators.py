@@ -156,7 +156,32 @@ def _probability_table(recipe: Recipe, exact: bool) -> np.ndarray:
     return _array(p)[: int(p.nonzero().max()) + 2]
 
 
-def _scores(graph: Graph, module: Attention, recipe: Recipe, query: Value, key: Value) -> tuple[Value, np.ndarray]:
+_ALL_BITS = (1 << 31) - 1
+"""An exponent whose weight is 0."""
+
+
+def _visible(graph: Graph, module: Attention, ids: Value | None, queries: int, tokens: int) -> Value | None:
+    """Return which scores take part, bool (batch or 1, 1, queries or 1, keys), or None where all do.
+
+    Args:
+        graph: to add to.
+        module: attention.
+        ids: of tokens, (batch, keys), or None.
+        queries, tokens: how many; the second of the keys.
+    """
+    visible = None
+    if ids is not None:
+        visible = graph.node("GreaterOrEqual", ids, graph.constant(0, ids.dtype), dtype=np.bool_)
+        visible = graph.reshape(visible, 0, 1, 1, tokens)
+    if module.causal:
+        here = graph.constant(np.tri(queries, tokens, dtype=np.bool_)[None, None], np.bool_, "causal")
+        visible = here if visible is None else graph.node("And", visible, here)
+    return visible
+
+
+def _scores(
+    graph: Graph, module: Attention, recipe: Recipe, query: Value, key: Value, visible: Value | None
+) -> tuple[Value, np.ndarray]:
     """Return the exponents t, int32 (..., heads, queries, keys), and their fraction bits (heads, 1, 1)."""
     multiplier, fraction_bits = module.score_multiplier()
     offset, _, _ = fp.probability_constants(recipe.exponential, recipe.probability_bits)
@@ -170,8 +195,15 @@ def _scores(graph: Graph, module: Attention, recipe: Recipe, query: Value, key: 
         products = graph.shift_right(products, _array(drop[0]), (1 << 30) - 1)
         products = graph.add(products, _window_bias(graph, bias >> (fp.BIAS_FRACTION_BITS - fraction_bits)))
     start = fp.exponent_offset(offset, fraction_bits)[0]
-    most = graph.add(graph.row_maximum(products), graph.constant(start, np.int32, "start"))
-    return graph.subtract(most, products), _array(fraction_bits[0])
+    honest = products
+    if visible is not None:
+        # below every score; a difference from it may wrap, and is not used
+        honest = graph.node("Where", visible, products, graph.constant(-(1 << 30), np.int32), dtype=np.int32)
+    most = graph.add(graph.row_maximum(honest), graph.constant(start, np.int32, "start"))
+    t = graph.subtract(most, products)
+    if visible is not None:
+        t = graph.node("Where", visible, t, graph.constant(_ALL_BITS, np.int32), dtype=np.int32)
+    return t, _array(fraction_bits[0])
 
 
 def _window_bias(graph: Graph, bias: torch.Tensor) -> Value:
@@ -207,9 +239,13 @@ def attention(graph: Graph, module: Attention, parts: Sequence[Value], shapes: S
     Args:
         graph: to add to.
         module: to write.
-        parts: what it takes, uint8.
+        parts: what it takes, uint8; ids of tokens behind them, int64, if the module is padded.
         shapes: theirs, for one image.
     """
+    ids = None
+    if module.padded:
+        *parts, ids = parts
+        shapes = shapes[:-1]
     recipe, heads, width = Recipe.from_key(module.recipe), module.heads, module.head_dim
     windows = shapes[0][1] // module.tokens if module.tokens else 0
     each, lead = graph.split_heads(parts, shapes, heads, width, module.tokens)
@@ -225,7 +261,8 @@ def attention(graph: Graph, module: Attention, parts: Sequence[Value], shapes: S
     if module.first:
         query, queries = graph.cut(query, 0, module.first, head), module.first
     key, value = each[-2], graph.transpose(each[-1], *axes, head, token, channel)
-    t, fraction_bits = _scores(graph, module, recipe, query, graph.transpose(key, *axes, head, channel, token))
+    visible = _visible(graph, module, ids, queries, tokens)
+    t, fraction_bits = _scores(graph, module, recipe, query, graph.transpose(key, *axes, head, channel, token), visible)
 
     exact = recipe.takes_exact_sum(tokens)
     table = _probability_table(recipe, exact)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-OutputsOf = Callable[[nn.Module, torch.Tensor], Any]
-"""Takes the model and normalised images, and returns a tensor, a tuple, or a dictionary of tensors."""
+from ..specification.texts import is_token
+
+OutputsOf = Callable[..., Any]
+"""Takes the model and normalised images, or ids and perhaps a mask; returns a tensor, a tuple, or a dictionary of tensors."""
 TOKENS, FEATURES, LOGITS = "tokens", "features", "logits"
 """Names that mean the same in every model of timm and transformers."""
 _FIELDS = {TOKENS: "last_hidden_state", FEATURES: "pooler_output"}
@@ -38,21 +41,29 @@ def _is_timm(model: nn.Module) -> bool:
     return all(callable(getattr(model, name, None)) for name in ("forward_features", "forward_head", "get_classifier"))
 
 
-def select_outputs(model: nn.Module, outputs: Sequence[str] | OutputsOf | None) -> nn.Module:
+def takes_mask(model: nn.Module, outputs: Sequence[str] | OutputsOf | None) -> bool:
+    """Tell whether an attention mask can be given: to the model by its name, or to the function of outputs behind the ids."""
+    if callable(outputs):
+        return len(inspect.signature(outputs).parameters) > 2
+    return "attention_mask" in inspect.signature(model.forward).parameters
+
+
+def select_outputs(model: nn.Module, outputs: Sequence[str] | OutputsOf | None, padded: bool = False) -> nn.Module:
     """Return a module that takes the model's images and returns the outputs that are wanted, perhaps among others.
 
     Args:
         model: the float one; it is not changed.
         outputs: see :func:`qflash.quantize_model`.
+        padded: whether the module takes ids that are negative where there is no token, and the model a mask.
 
     Raises:
         TypeError: ``outputs`` is neither None, a function nor a list of names.
         ValueError: there are no names, or one is named twice.
     """
     if outputs is None:
-        return model
+        return Selected(model, None, padded) if padded else model
     if callable(outputs):
-        return Selected(model, outputs)
+        return Selected(model, outputs, padded)
     if isinstance(outputs, str) or not all(isinstance(name, str) for name in outputs):
         raise TypeError(f"outputs must be None, a list of names, or a function of model and images, got {outputs!r}")
     names = tuple(outputs)
@@ -61,18 +72,20 @@ def select_outputs(model: nn.Module, outputs: Sequence[str] | OutputsOf | None) 
     modules = dict(model.named_modules())
     known = {*modules, TOKENS, FEATURES, *_FIELDS.values(), *([LOGITS] if _is_timm(model) else [])}
     inside = any(name in known or name.startswith(HIDDEN_STATES) for name in names)
-    return Selected(model, names) if inside else model
+    return Selected(model, names, padded) if inside or padded else model
 
 
 class Selected(nn.Module):
     """Runs a model and returns a dictionary with what it returns, and with what its submodules compute.
 
     Attributes:
-        outputs: names, or a function of model and images.
+        outputs: names, or a function of model and images; None for all that the model returns.
+        padded: see :func:`select_outputs`.
     """
 
-    def __init__(self, model: nn.Module, outputs: Sequence[str] | OutputsOf) -> None:
+    def __init__(self, model: nn.Module, outputs: Sequence[str] | OutputsOf | None, padded: bool = False) -> None:
         super().__init__()
+        self.padded = padded
         self.model, self.outputs = copy_of(model), outputs
         self.training = model.training
 
@@ -82,9 +95,14 @@ class Selected(nn.Module):
         Raises:
             ValueError: a submodule is not called, or more than once, or computes no tensor.
         """
+        mask: dict[str, torch.Tensor] = {}
+        if self.padded:
+            images, mask = images.clamp(min=0), {"attention_mask": is_token(images).to(torch.int64)}
         if callable(self.outputs):
-            return self.outputs(self.model, images)
+            return self.outputs(self.model, images, *mask.values())
         model: Any = self.model
+        if self.outputs is None:
+            return _fields(model(images, **mask))
         modules = dict(model.named_modules())
         seen: dict[str, list[Any]] = {name: [] for name in self.outputs if name in modules and name}
         base = getattr(model, "base_model", None)
@@ -104,7 +122,8 @@ class Selected(nn.Module):
                 made = model.forward_head(tokens)
                 found = {"output": made, LOGITS: made, TOKENS: tokens, **({FEATURES: before[-1]} if before else {})}
             else:
-                found = _fields(model(images, output_hidden_states=True) if hidden else model(images))
+                more = {"output_hidden_states": True} if hidden else {}
+                found = _fields(model(images, **mask, **more))
                 found = {**_fields(inner[-1] if inner else None), **found}
                 found |= {name: found[field] for name, field in _FIELDS.items() if field in found and name not in found}
         finally:

@@ -33,6 +33,7 @@ from .operators import WITH_ACTIVATION
 from .operators.gated import Gated
 from .operators.narrow import Narrow
 from .operators.norms import RmsNorm
+from .operators.select_token import SelectToken
 from .operators.token_embedding import TokenEmbedding
 from .operators.tokens import Tokens
 from .rotary_patterns import Turn, TurnedHeads, turn_of
@@ -365,7 +366,7 @@ class Lowering:
         if term is not None and bool((term == term[:1]).all()):
             # the same for all places, as that of the one segment
             table, term = table + term[:1], None
-        module = TokenEmbedding(vocabulary, channels, 0 if term is None else len(term))
+        module = TokenEmbedding(vocabulary, channels, 0 if term is None else len(term), bool(self.captured.tokens))
         group = self.group()
         # words that calibration did not see are in the table
         group.most = float(table.abs().max()) + (0.0 if term is None else float(term.abs().max()))
@@ -901,8 +902,6 @@ class Lowering:
         query, key, value = operation.inputs
         batch, heads, queries, width = query.shape
         tokens = key.shape[2]
-        if operation.is_causal:
-            raise _refuse(operation, "it is causal")
         if key.shape != value.shape or key.shape[:2] != query.shape[:2] or key.shape[3] != width:
             raise _refuse(operation, "query, key and value have different heads or channels")
         projection = self.layer_behind(operation)
@@ -936,11 +935,13 @@ class Lowering:
         source, grid_of = self.take(rows, operation, first.seen[0], matrix, "qkv")
         prefix = operation.name or "attention"
         mask = operation.mask
+        if operation.is_causal and mask is not None:
+            raise _refuse(operation, "it is causal and has a bias")
         shape = None if mask is None else (mask.shape[0], heads, queries, tokens)
         window = tokens if batch > BATCH else 0
         module = Attention(
             heads, width, operation.scale, self.recipe.key, shape, window, 0 if operation.query is None else queries,
-            queries if operation.query is None and queries != tokens else 0,
+            queries if operation.query is None and queries != tokens else 0, operation.is_padded, operation.is_causal,
         )  # fmt: skip
         norms: list[LayerNorm] = []
         turned = None
@@ -965,7 +966,7 @@ class Lowering:
             layers = [Linear(matrix.shape[1], matrix.shape[0], "int8")]
             alone = all(part.linear is first for part in parts)
             names = [self.add(first.name if alone and first.name else f"{prefix}.qkv", layers[0], source)]
-        node = self.add(f"{prefix}.core", module, *names)
+        node = self.add(f"{prefix}.core", module, *names, *([IMAGES] if operation.is_padded else []))
         fill_stream = None
         if projection is None:
             fill_stream = self.attention_stream(operation, node, seen_behind)
@@ -1105,6 +1106,14 @@ class Lowering:
         return Part(linear, norm, some, columns, linear.matrix.rows(flat), bias, turn)
 
     # --- behind the blocks ------------------------------------------------------------------------------------
+
+    def lower_select(self, operation: Operation) -> None:
+        """The token that stands for a text, of the stream before the last normalisation."""
+        stream, rows = self.stream(operation.inputs[0], operation.seen[0], operation)
+        if not rows.is_whole or stream.is_flat:
+            raise _refuse(operation, "it takes some tokens of the residual stream")
+        name = self.add(f"{operation.name}.select".lstrip("."), SelectToken(operation.token), stream.node, IMAGES)
+        self.streams[(id(operation),)] = self.begin(name, _whole(operation), stream.group, is_flat=True)
 
     def lower_mean(self, operation: Operation) -> None:
         """A mean over tokens: of a normalisation behind the blocks, or of the stream before one."""

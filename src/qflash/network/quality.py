@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ..specification.texts import is_token
+
 MOST_DB = 200.0
 """Stands for no error at all, and less it for nothing but error."""
 
@@ -27,6 +29,18 @@ def sqnr_db(want: torch.Tensor, got: torch.Tensor) -> float:
     if signal == 0 or not math.isfinite(noise):
         return -MOST_DB
     return min(MOST_DB, max(-MOST_DB, 10 * math.log10(signal / noise)))
+
+
+def of_tokens(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return x with zeros in the places of texts that hold no token, if it has rows of places.
+
+    Args:
+        x: (batch, tokens, ...), or something else, which stays.
+        ids: of tokens, (batch, tokens), negative where there is none; or images, with which all stays.
+    """
+    if ids.dim() != 2 or x.dim() < 3 or x.shape[:2] != ids.shape:
+        return x
+    return x.masked_fill(~is_token(ids).to(x.device).view(*ids.shape, *[1] * (x.dim() - 2)), 0)
 
 
 @dataclasses.dataclass(frozen=True)

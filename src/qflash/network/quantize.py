@@ -16,14 +16,15 @@ from torch import nn
 from ..integrations.images import ImageTransform, image_transform, is_image, pixels_of
 from ..integrations.inspection import listed
 from ..specification.recipe import Recipe, resolve_recipe
+from ..specification.texts import PADDING, is_token
 from .calibration import Calibration, check_method, progress_bar
 from .capture import BATCH, UnsupportedError, capture, drop_unread_rows, split_layers
 from .checks import check_captured, check_rotated, is_constant, judge
 from .conversion import rounded_once
 from .float_parts import kept_nodes, with_float_parts
 from .graph import IntegerNetwork
-from .inputs import check_input
-from .outputs import OutputsOf, select_outputs
+from .inputs import check_input, text_ids
+from .outputs import OutputsOf, select_outputs, takes_mask
 from .patterns import Lowering
 from .resampling import check_same_nodes, difference, model_at, resized
 from .rotation import rotate_streams
@@ -85,15 +86,6 @@ def _images_of(batch: Any, of_images: Callable[[Sequence[Any]], torch.Tensor]) -
 
     ``of_images`` turns images of PIL into a tensor.
     """
-    if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor):
-        for name, usual in (("attention_mask", 1), ("token_type_ids", 0)):
-            more = batch.get(name)
-            if isinstance(more, torch.Tensor) and bool((more != usual).any()):
-                raise ValueError(
-                    f"{name} must be {usual} everywhere: an integer network takes texts of one length without padding, and one "
-                    "segment"
-                )
-        return batch["input_ids"]
     if isinstance(batch, Mapping):
         found = [x for x in batch.values() if isinstance(x, torch.Tensor) and x.dtype == torch.uint8 and x.dim() == 4]
         if len(found) != 1:
@@ -122,8 +114,35 @@ def _described(x: Any) -> str:
     return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
 
 
+class _Texts:
+    """Ids of the batches that tokenisers return.
+
+    Attributes:
+        has_mask: whether the first has an attention mask that the model takes.
+    """
+
+    def __init__(self, can_mask: bool) -> None:
+        self.can_mask, self.has_mask = can_mask, False
+
+    def ids_of(self, batch: Mapping[str, Any], size: tuple[int, ...] | None) -> torch.Tensor:
+        """Return ids, negative where there is no token, of the size of the first batch, (tokens, ...).
+
+        Raises:
+            TypeError, ValueError: the batch is something else.
+        """
+        if size is None:
+            self.has_mask = self.can_mask and batch.get("attention_mask") is not None
+        ids = text_ids(batch, self.has_mask)
+        if self.has_mask:
+            if bool((~is_token(ids)).all(dim=1).any()):
+                raise ValueError("attention_mask must have a token in every text of calibration, one has none")
+            if size is not None and ids.shape[1] < size[0]:
+                ids = nn.functional.pad(ids, (0, size[0] - ids.shape[1]), value=PADDING)
+        return ids
+
+
 def _stream(
-    batches: Iterable[Any], device: torch.device, model: nn.Module, wanted: Size | None = None
+    batches: Iterable[Any], device: torch.device, model: nn.Module, texts: _Texts, wanted: Size | None = None
 ) -> Iterator[torch.Tensor]:
     """Yield the images, or ids of tokens, of batches that hold any, on a device; all have the size of the first.
 
@@ -131,6 +150,7 @@ def _stream(
         batches: see :func:`quantize_model`.
         device: see there.
         model: whose preparation images of PIL go through.
+        texts: of batches that tokenisers return.
         wanted: size of the images; None for any.
 
     Raises:
@@ -151,7 +171,8 @@ def _stream(
         return pixels_of(images, transform())
 
     for batch in batches:
-        images = _images_of(batch, of_images)
+        is_text = isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor)
+        images = texts.ids_of(batch, size) if is_text else _images_of(batch, of_images)
         if size is None:
             known = isinstance(images, torch.Tensor) and images.dim() == 4
             size = tuple(images.shape[1:]) if known else (3, 0, 0)
@@ -230,8 +251,9 @@ class _Lowered:
 
 
 def _lower(
-    model: nn.Module, images: torch.Tensor, size: Size | None, prepare: Preparation, recipe: Recipe, outputs: Any
-) -> _Lowered:
+    model: nn.Module, images: torch.Tensor, size: Size | None, prepare: Preparation, recipe: Recipe, outputs: Any,
+    padded: bool = False,
+) -> _Lowered:  # fmt: skip
     """Read a model.
 
     Args:
@@ -241,6 +263,7 @@ def _lower(
         prepare: for the model.
         recipe: of attention.
         outputs: see :func:`quantize_model`.
+        padded: whether ids may be of places without a token.
 
     Raises:
         ValueError: it cannot be read; see :func:`quantize_model`.
@@ -248,7 +271,7 @@ def _lower(
     dtype, image = next(model.parameters()).dtype, tuple(images.shape[1:])
     # made anew where it is needed, since copies of a model hold its weights
     there = (lambda each: each) if size is None else functools.partial(model_at, size=size)
-    captured = capture(there(model), prepare(images[:1].repeat(BATCH, *[1] * len(image)), dtype), outputs)
+    captured = capture(there(model), prepare(images[:1].repeat(BATCH, *[1] * len(image)), dtype), outputs, padded=padded)
     if size is not None:
         captured.select = lambda each: select_outputs(there(each), outputs)
     if images.dim() == 2:
@@ -382,21 +405,25 @@ def quantize_model(
     parameter = next(model.parameters())
     wanted_sizes = None if sizes is None else whole_sizes(sizes)
     size, *others = wanted_sizes or (None,)
-    stream = _stream(calibration_batches, parameter.device, model, size)
+    texts = _Texts(takes_mask(model, outputs))
+    stream = _stream(calibration_batches, parameter.device, model, texts, size)
     judged, begun, held_out = _begin(stream)
+    if texts.has_mask:
+        # what such a row holds does not depend on how many keys are hidden
+        choices = choices.replace(row_sum="rounded")
     means, deviations = [0.0], [1.0]
     if judged.dim() == 4:
         means, deviations = find_statistics(model, judged.shape[1], mean, std)
     prepare = Preparation(means, deviations, parameter.device)
-    first = _lower(model, judged, size, prepare, choices, outputs)
+    first = _lower(model, judged, size, prepare, choices, outputs, texts.has_mask)
     further = [_lower_again(first, model, each, prepare, choices, outputs) for each in others if each is not None]
     lowering, network = first.lowering, first.network
     variety = _Variety()
     with torch.no_grad():
         calibrations: list[Calibration] = []
         for each in (first, *further):
-            read, like = each.lowering, calibrations[0] if calibrations else None
-            calibrations.append(Calibration(read.captured.module, read.observed, method != "minmax", like))
+            read, like = each.lowering.captured, calibrations[0] if calibrations else None
+            calibrations.append(Calibration(read.module, each.lowering.observed, method != "minmax", like, read.tokens))
         with progress_bar(progress, "images") as tick:
             for images in itertools.chain(begun, stream):
                 variety.add(images)

@@ -276,6 +276,8 @@ def attention(graph: Graph, module: Attention, parts: Sequence[Value], batch: in
         parts: what it takes, int8.
         batch: images.
     """
+    if module.padded or module.causal:
+        raise ValueError("attention with masked keys, of padding or causal, has no form in TOSA here")
     recipe, heads, width = Recipe.from_key(module.recipe), module.heads, module.head_dim
     query, key, value = _heads(graph, module, parts, batch)
     groups, tokens = value.shape[0], value.shape[1]

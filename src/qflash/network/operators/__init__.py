@@ -24,6 +24,7 @@ from .gated import Gated
 from .narrow import Narrow
 from .norms import RmsNorm
 from .rotary import Rotary
+from .select_token import SelectToken
 from .token_embedding import TokenEmbedding
 from .tokens import Tokens
 
@@ -48,6 +49,7 @@ OPERATORS: dict[str, type[IntegerModule]] = {
         RmsNorm,
         Narrow,
         TokenEmbedding,
+        SelectToken,
     )
 }
 """Kinds of node of an integer network, by name."""

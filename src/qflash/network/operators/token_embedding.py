@@ -10,7 +10,7 @@ import torch
 from ...backends import find_backend
 from ...validation import check_backend, check_tensor
 from ..execution import _check_device, _check_tokens
-from ..modules import OwnForms, _require_sizes
+from ..modules import OwnForms, _require_flags, _require_sizes
 
 _LIBRARY = torch.library.Library("qflash", "FRAGMENT")
 _LIBRARY.define("token_embedding(Tensor ids, Tensor table, Tensor? position, str backend) -> Tensor")
@@ -20,6 +20,8 @@ class TokenEmbedding(OwnForms):
     """Rows of a table by ids of tokens, plus a row for each place, to the int16 residual stream.
 
     Attributes:
+        padded: whether texts may have places without a token, whose ids are -1: they have the table's row 0, which no other
+            token sees. Such texts may also be shorter than :attr:`position`.
         table_words, position_words: int32, the int16 numbers of :attr:`table` and :attr:`position` two by two, since
             ``nn.DataParallel`` broadcasts buffers by NCCL, which has no int16; the second None where there are no positions.
     """
@@ -28,17 +30,21 @@ class TokenEmbedding(OwnForms):
     table_words: torch.Tensor
     position_words: torch.Tensor | None
 
-    def __init__(self, vocabulary: int, channels: int, positions: int) -> None:
+    def __init__(self, vocabulary: int, channels: int, positions: int, padded: bool = False) -> None:
         """Make it empty.
 
         Args:
             vocabulary: rows of the table.
             channels: of the stream.
             positions: tokens of a text, of which each place has a row; 0 for none.
+            padded: see there.
         """
         _require_sizes(vocabulary=vocabulary, channels=channels)
         _require_sizes(0, positions=positions)
-        super().__init__(vocabulary=vocabulary, channels=channels, positions=positions)
+        _require_flags(padded=padded)
+        more = {"padded": True} if padded else {}
+        super().__init__(vocabulary=vocabulary, channels=channels, positions=positions, **more)
+        self.padded = padded
         self._shapes = {"table": (vocabulary, channels), "position": (positions, channels)}
         for name, (rows, _) in self._shapes.items():
             self._buffer(f"{name}_words", ((rows * channels + 1) // 2,) if rows else None, torch.int32)
@@ -62,13 +68,18 @@ class TokenEmbedding(OwnForms):
 
     def forward(self, ids: torch.Tensor, backend: str = "auto") -> torch.Tensor:
         """Return int16 (batch, tokens, channels) of ids, int32 or int64 (batch, tokens)."""
-        out: torch.Tensor = torch.ops.qflash.token_embedding(ids, self.table, self.position, backend)
+        position = self.position
+        if self.padded:
+            ids = ids.clamp(min=0)
+            position = None if position is None else position[: ids.shape[1]]
+        out: torch.Tensor = torch.ops.qflash.token_embedding(ids, self.table, position, backend)
         return out
 
     def write_onnx(self, graph: Any, inputs: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> Any:
         import numpy as np
 
-        h = graph.cast(graph.gather(graph.constant(self.table, np.int16, "table"), inputs[0]), np.int32)
+        ids = graph.maximum(inputs[0], 0) if self.padded else inputs[0]
+        h = graph.cast(graph.gather(graph.constant(self.table, np.int16, "table"), ids), np.int32)
         if self.position is None:
             return h
         return graph.clip(
@@ -80,7 +91,8 @@ class TokenEmbedding(OwnForms):
 
         (_, tokens), (rows, channels) = inputs[0].shape, self._shapes["table"]
         table = graph.constant(self.table.cpu().numpy().reshape(1, rows, channels), np.int32, "table")
-        index = graph.reshape(inputs[0], 1, batch * tokens)
+        ids = graph.maximum(inputs[0], 0) if self.padded else inputs[0]
+        index = graph.reshape(ids, 1, batch * tokens)
         h = graph.node("GATHER", (table, index), np.int32, (1, batch * tokens, channels))
         h = graph.reshape(h, batch, 1, tokens, channels)
         if self.position is None:

@@ -1,0 +1,275 @@
+"""Texts of different lengths: attention masks, causal attention, and the token that stands for a text."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import qflash
+from helpers import DEVICE
+from qflash.network.graph import IntegerNetwork
+from qflash.network.modules import Attention
+from qflash.network.onnx_check import check_onnx
+from qflash.network.operators.select_token import SelectToken
+from qflash.network.operators.token_embedding import TokenEmbedding
+from qflash.network.quality import sqnr_db
+from qflash.specification.texts import place_of, with_padding
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS, VOCABULARY, END = 12, 90, 89
+Made = tuple[Any, IntegerNetwork]
+
+
+def draw_texts(lengths: list[int], seed: int = 1, tokens: int = TOKENS) -> dict[str, torch.Tensor]:
+    """Return what a tokeniser does: ids that end in ``END``, and the mask; what is behind the end is drawn, too."""
+    ids = torch.randint(3, END - 9, (len(lengths), tokens), generator=torch.Generator().manual_seed(seed))
+    ends = torch.tensor(lengths)
+    ids[torch.arange(len(ids)), ends - 1] = END
+    return {"input_ids": ids, "attention_mask": (torch.arange(tokens) < ends[:, None]).long()}
+
+
+def draw_weights(model: Any) -> Any:
+    """Give a model weights that do something."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for label, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.normal_(float(label.endswith("weight")), 0.15)
+            else:
+                parameter.normal_(0, 0.5 if "embedding" in label else parameter.shape[1] ** -0.5)
+    return model.eval()
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
+    "max_position_embeddings": 20,
+}  # fmt: skip
+
+
+def build_bert() -> Any:
+    return draw_weights(transformers.BertModel(transformers.BertConfig(**SIZES), add_pooling_layer=False))
+
+
+def build_clip(end: int = END) -> Any:
+    """Return the text tower of a CLIP. Older configurations have the end 2, and take the largest id."""
+    more = {"eos_token_id": end, "bos_token_id": 1, "pad_token_id": 0, "projection_dim": 16}
+    return draw_weights(transformers.CLIPTextModelWithProjection(transformers.CLIPTextConfig(**SIZES, **more)))
+
+
+CALIBRATION = draw_texts([3, 12, 5, 9, 7, 4, 12, 6] * 3, seed=5)
+TEXTS = draw_texts([3, 5, 12, 7], seed=2)
+
+
+@pytest.fixture(scope="module")
+def bert() -> Made:
+    model = build_bert()
+    return model, qflash.quantize_model(model, [CALIBRATION], outputs=["last_hidden_state"], progress=False)
+
+
+@pytest.fixture(scope="module")
+def clip() -> Made:
+    model = build_clip()
+    return model, qflash.quantize_model(model, [CALIBRATION], outputs=["text_embeds", "last_hidden_state"], progress=False)
+
+
+def with_backend(network: IntegerNetwork, backend: str) -> IntegerNetwork:
+    twin = copy.deepcopy(network)
+    twin.backend = backend
+    return twin
+
+
+def test_a_text_has_the_same_bits_with_and_without_padding(bert: Made, tmp_path: Path) -> None:
+    model, network = bert
+    assert network.is_padded and network.takes_shorter
+    want = with_backend(network, "reference")(**TEXTS)
+    network.save(tmp_path / "network")
+    loaded = with_backend(qflash.load_model(tmp_path / "network"), "cpu")
+    ids, mask = TEXTS["input_ids"], TEXTS["attention_mask"]
+    for number, length in enumerate(mask.sum(dim=1).tolist()):
+        alone = loaded(ids[number : number + 1, :length])
+        assert torch.equal(alone[0], want[number, :length])
+    # what stands at places without a token does not matter, nor how the mask is given
+    other = torch.where(mask == 1, ids, 7)
+    for given in (
+        loaded(TEXTS), loaded(other, attention_mask=mask.bool()), loaded(with_padding(ids, mask).int()),
+        loaded(input_ids=other, attention_mask=mask.int(), token_type_ids=torch.zeros_like(ids)),
+    ):  # fmt: skip
+        assert torch.equal(given[mask == 1], want[mask == 1])
+    with torch.inference_mode():
+        hidden = model(**TEXTS).last_hidden_state
+    assert sqnr_db(hidden[mask == 1], network.dequantize(want)[mask == 1]) > 26
+
+
+def test_keys_are_hidden_wherever_they_are(bert: Made) -> None:
+    """On the left, in the middle, or all."""
+    network = bert[1]
+    ids = TEXTS["input_ids"].clone()
+    ids[0, :4] = ids[1, 3:6] = ids[2, ::2] = -1
+    ids[3] = -1
+    want = with_backend(network, "reference")(ids)
+    assert torch.equal(with_backend(network, "cpu")(ids), want)
+    with torch.inference_mode():
+        hidden = bert[0](ids.clamp(min=0), attention_mask=(ids >= 0).long()).last_hidden_state
+    some = ids >= 0
+    assert sqnr_db(hidden[some], network.dequantize(want)[some]) > 24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert", "clip"])
+def test_kernels_have_the_same_bits(name: str, request: pytest.FixtureRequest) -> None:
+    """In Triton's interpreter, or on a GPU."""
+    network = request.getfixturevalue(name)[1]
+    texts = {key: x[:2] for key, x in TEXTS.items()}
+    want = with_backend(network, "reference").run(network.prepared(texts))
+    moved = with_backend(network, "triton").to(DEVICE)
+    found = moved.run(moved.prepared({key: x.to(DEVICE) for key, x in texts.items()}))
+    assert all(torch.equal(found[key].cpu(), x) for key, x in want.items())
+
+
+def test_ranges_do_not_see_padding() -> None:
+    """Positions that no calibration text has may hold any number."""
+    texts = draw_texts([3, 8, 5, 7, 4, 6] * 3, seed=5)
+    made = []
+    for factor in (1, 30):
+        model = build_bert()
+        with torch.no_grad():
+            model.embeddings.position_embeddings.weight[8:] *= factor
+        # the unit of the embedding holds all of its table
+        made.append(qflash.quantize_model(model, [texts], outputs=["last_hidden_state"], progress=False))
+    first, second = made
+    assert first.units[1:] == second.units[1:] and first.scales == second.scales and first.units[0] < second.units[0]
+    for node in first.nodes:
+        part, other = first.part(node.name), second.part(node.name)
+        if isinstance(part, Attention) and isinstance(other, Attention):
+            assert torch.equal(part.value_scale, other.value_scale) and torch.equal(part.key_scale, other.key_scale)
+    assert second.quality is not None and second.quality.sqnr_db > 24
+
+
+def test_onnxruntime_has_the_same_bits_with_a_mask(bert: Made, clip: Made, tmp_path: Path) -> None:
+    pytest.importorskip("onnx")
+    runtime = pytest.importorskip("onnxruntime")
+    for _, network in (bert, clip):
+        network.export_onnx(tmp_path / "network.onnx")
+        session = runtime.InferenceSession(str(tmp_path / "network.onnx"), providers=["CPUExecutionProvider"])
+        assert [x.name for x in session.get_inputs()] == ["input_ids", "attention_mask"]
+        found = session.run(None, {name: x.numpy() for name, x in TEXTS.items()})
+        for got, want in zip(found, network.run(network.prepared(TEXTS)).values(), strict=True):
+            assert torch.equal(torch.from_numpy(got), want)
+        assert all(outcome.problem is None for outcome in check_onnx(tmp_path / "network.onnx", ["onnxruntime"]))
+
+
+def test_the_text_tower_of_clip(clip: Made, tmp_path: Path) -> None:
+    """Causal attention, and the end of the text as its embedding, by its id or as the largest one."""
+    model, network = clip
+    cores = [part for node in network.nodes if isinstance(part := network.part(node.name), Attention)]
+    assert all(part.causal and part.padded and part.bias is None for part in cores)
+    (end,) = (part for node in network.nodes if isinstance(part := network.part(node.name), SelectToken))
+    assert end.token == END
+    want = with_backend(network, "reference")(**TEXTS)
+    found = with_backend(network, "cpu")(**TEXTS)
+    assert all(torch.equal(found[name], x) for name, x in want.items())
+    with torch.inference_mode():
+        exact = model(**TEXTS)
+    assert sqnr_db(exact.text_embeds, network.dequantize(want)["text_embeds"]) > 24
+    report = qflash.compare(network, model, TEXTS, progress=False, contributions=False)
+    assert {"SelectToken", "TokenEmbedding"} <= {row.kind for row in report.nodes}
+    # without a mask: what stands behind the end is seen by nobody before it
+    older = build_clip(2)
+    plain = qflash.quantize_model(older, [CALIBRATION["input_ids"]], outputs=["text_embeds"], progress=False)
+    assert not plain.is_padded
+    (end,) = (part for node in plain.nodes if isinstance(part := plain.part(node.name), SelectToken))
+    assert end.token is None
+    other = torch.where(TEXTS["attention_mask"] == 1, TEXTS["input_ids"], 4)
+    assert torch.equal(plain(other), plain(TEXTS["input_ids"]))
+    plain.save(tmp_path / "plain")
+    assert torch.equal(qflash.load_model(tmp_path / "plain")(other), plain(other))
+    with torch.inference_mode():
+        exact = older(input_ids=TEXTS["input_ids"])
+    assert sqnr_db(exact.text_embeds, plain.dequantize(plain(other))) > 24
+
+
+def test_a_layer_in_floating_point_sees_the_mask(bert: Made, tmp_path: Path) -> None:
+    model, network = bert
+    mixed = qflash.quantize_model(
+        model, [CALIBRATION], outputs=["last_hidden_state"], progress=False, keep_float=["encoder.layer.0.attention"]
+    )
+    assert mixed.quality is not None and network.quality is not None and mixed.quality.sqnr_db > network.quality.sqnr_db
+    mask = TEXTS["attention_mask"]
+    other = torch.where(mask == 1, TEXTS["input_ids"], 7)
+    assert torch.equal(mixed(**TEXTS)[mask == 1], mixed(other, attention_mask=mask)[mask == 1])
+    pytest.importorskip("onnx")
+    with pytest.raises(ValueError, match="attention with masked keys that is kept in floating point has no form in ONNX"):
+        mixed.export_onnx(tmp_path / "mixed.onnx")
+
+
+def test_batches_may_be_shorter_than_the_first(bert: Made) -> None:
+    """As tokenisers pad each batch to its longest text."""
+    short = {name: x[8:16, :9] for name, x in CALIBRATION.items()}
+    first, last = ({name: x[part] for name, x in CALIBRATION.items()} for part in (slice(8), slice(16, 24)))
+    keep = (CALIBRATION["attention_mask"] * (torch.arange(TOKENS) < 9)).clone()
+    keep[:8], keep[16:] = CALIBRATION["attention_mask"][:8], CALIBRATION["attention_mask"][16:]
+    whole = {"input_ids": CALIBRATION["input_ids"], "attention_mask": keep}
+    made = [
+        qflash.quantize_model(bert[0], batches, outputs=["last_hidden_state"], progress=False)
+        for batches in ([first, short, last], [whole])
+    ]
+    assert torch.equal(made[0](**TEXTS), made[1](**TEXTS))
+
+
+def test_places_of_tokens() -> None:
+    ids = torch.tensor([[3, 9, 5, 9], [1, 2, 8, -1], [4, 4, 4, 4]])
+    assert place_of(ids, None).tolist() == [1, 2, 0]
+    assert place_of(ids, 9).tolist() == [1, 0, 0]
+    assert place_of(ids.int(), 8).tolist() == [0, 2, 0]
+    assert with_padding(ids, torch.tensor([[1, 0, 1, 1]])).tolist() == [[3, -1, 5, 9], [1, -1, 8, -1], [4, -1, 4, 4]]
+    h = torch.arange(24, dtype=torch.int16).view(3, 4, 2)
+    assert SelectToken(None)(h, ids).tolist() == [[2, 3], [12, 13], [16, 17]]
+    assert SelectToken(9)(h, ids.int()).tolist() == [[2, 3], [8, 9], [16, 17]]
+    padded = TokenEmbedding(5, 2, 4, padded=True)
+    padded.table.copy_(torch.arange(10).view(5, 2))
+    padded.position.copy_(torch.arange(0, 80, 10).view(4, 2))  # type: ignore[union-attr]
+    assert padded(torch.tensor([[2, -1, 4]])).tolist() == [[[4, 15], [20, 31], [48, 59]]]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"attention_mask": torch.ones(4, 3)}, ValueError, r"attention_mask must be a tensor of the shape of input_ids"),
+        ({"attention_mask": [1, 1]}, ValueError, "attention_mask must be a tensor of the shape"),
+        ({"token_type_ids": torch.ones(4, TOKENS)}, ValueError, "token_type_ids must be 0 everywhere"),
+        ({"input_ids": torch.ones(4, TOKENS)}, TypeError, "input_ids must be an int32 or int64 tensor"),
+        ({"input_ids": None}, TypeError, "input_ids must be an int32 or int64 tensor"),
+    ],
+)
+def test_texts_that_do_not_fit(bert: Made, change: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        bert[1](**(TEXTS | change))
+
+
+def test_what_is_refused(bert: Made, clip: Made, tmp_path: Path) -> None:
+    model, network = bert
+    with pytest.raises(ValueError, match=rf"ids must have shape \(batch, {TOKENS}\) or fewer tokens"):
+        network(torch.ones(2, TOKENS + 1, dtype=torch.int64))
+    empty = {"input_ids": TEXTS["input_ids"], "attention_mask": torch.zeros(4, TOKENS)}
+    with pytest.raises(ValueError, match="attention_mask must have a token in every text of calibration"):
+        qflash.quantize_model(model, [empty], outputs=["last_hidden_state"], progress=False)
+    plain = qflash.quantize_model(model, [CALIBRATION["input_ids"]], outputs=["last_hidden_state"], progress=False)
+    with pytest.raises(ValueError, match="attention_mask must be 1 everywhere"):
+        plain(**TEXTS)
+    with pytest.raises(ValueError, match="ids of tokens computes outside of the C kernels"):
+        network.graph(2)
+    pytest.importorskip("tosa_serializer")
+    for each in (network, clip[1]):
+        with pytest.raises(ValueError, match="has no form in TOSA"):
+            each.export_tosa(tmp_path / "network.tosa")
+
+
+@pytest.mark.parametrize("sizes", [{"tokens": 4}, {"queries": 2}, {"causal": True, "bias": [1, 2, 4, 4]}])
+def test_masks_are_for_whole_texts(sizes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="padded and causal are for attention of whole texts"):
+        Attention(2, 8, 0.3, qflash.Recipe().key, **({"padded": True} | sizes))

@@ -24,7 +24,11 @@
 
 #include <math.h>
 
-#define BLOCK (2 * ROWS)  /* queries of a task: each panel of keys is read once for all of them */
+#ifdef AMX
+#define BLOCK TILE_ROWS   /* queries of a task: each panel of keys is read once for all of them */
+#else
+#define BLOCK (2 * ROWS)
+#endif
 #define CHUNK 512         /* keys per product with V: their values stay in the cache for all rows of a block */
 #define MASKED INT32_MIN
 #define POISON (1 << 30)
@@ -226,6 +230,8 @@ typedef struct {
 INLINE int64_t in_vectors(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 /* Elements from one row of scores to the next: not a power of two, or a block's rows would share a few sets of the cache. */
 INLINE int64_t row_line(int64_t keys) { return padded(keys) + LANES; }
+/* The same of probabilities: rows that products read by whole steps begin at a cache line. */
+INLINE int64_t operand_line(int64_t keys) { return STEP > GROUP ? grouped(keys) + STEP : row_line(keys); }
 
 /* Copies a row of n int8 to operands, each plus `add`. */
 INLINE void copy_row(const int8_t *from, int64_t stride, int64_t n, int add, right_operand *to) {
@@ -262,7 +268,7 @@ static void pack_head(const problem *x, workspace *w, int64_t z, int64_t head) {
         right_operand *panel = w->value + start * grouped(n);
         int64_t inside = at_most(WIDTH, x->value_dim - start);
         int32_t total[WIDTH] = {0};
-        for (int64_t j = 0; j < n; j += GROUP) {
+        for (int64_t j = 0; j < grouped(n); j += GROUP) {
             right_operand rows[GROUP][WIDTH] = {0};
             for (int64_t g = 0; g < at_most(GROUP, n - j); g++)
                 copy_row(value + (j + g) * x->v[2] + start * x->v[3], x->v[3], inside, 0, rows[g]);
@@ -413,7 +419,7 @@ static void finish_row(
 
 /* Attention of a block of `rows` queries, at most BLOCK, from scores to outputs: the order is at the top of this file. */
 static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t first, int rows) {
-    const int64_t d = x->head_dim, channels = padded(x->value_dim), line = row_line(x->keys);
+    const int64_t d = x->head_dim, channels = padded(x->value_dim), line = row_line(x->keys), p_line = operand_line(x->keys);
     const recipe by = {
         (int)x->quadratic, (int)x->bits, (int)x->nearest, (int)x->start, (int)x->up, (int)x->down, (int)x->key_block,
         (int)x->online, (int)x->floor_output, (int)x->exact,
@@ -463,9 +469,12 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
         } else {
             sums found = row_probabilities(
                 kind, &by, s, width, most == MASKED ? 0 : most, (int32_t)multiplier[r].mantissa, (int)multiplier[r].exponent,
-                w->p + r * line, w->upper + r * line
+                w->p + r * p_line, w->upper + r * p_line
             );
             total[r] = found.rounded;
+            /* causal: values of keys behind are not 0 */
+            for (int64_t j = width; j < grouped(n); j++) w->p[r * p_line + j] = 0;
+            for (int64_t j = width; by.bits == 15 && j < grouped(n); j++) w->upper[r * p_line + j] = 0;
             if (by.exact) {
                 const int64_t rounded = found.rounded << FINE_BITS;
                 total[r] = found.fine > rounded ? found.fine : rounded;
@@ -490,10 +499,10 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
                     total[r] = total[r] * release >> 24;
                 }
                 row_max[r] = most;
-                for (int64_t j = depth; j < grouped(depth); j++) w->p[r * line + start + j] = 0;
+                for (int64_t j = depth; j < grouped(depth); j++) w->p[r * p_line + start + j] = 0;
                 /* probabilities have 7 bits: none has an upper byte */
                 total[r] += row_probabilities(
-                    kind, &by, s, depth, most == MASKED ? 0 : most, factor, fraction_bits, w->p + r * line + start, w->upper
+                    kind, &by, s, depth, most == MASKED ? 0 : most, factor, fraction_bits, w->p + r * p_line + start, w->upper
                 ).rounded;
             }
         }
@@ -502,7 +511,7 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
                 const left_operand *p = high ? w->upper : w->p;
                 const int32_t weight = high ? 256 : 1;
                 tile(rows, (product){
-                    p + start, w->value + c * grouped(x->keys) + start * WIDTH, w->sum + c, line, channels, depth,
+                    p + start, w->value + c * grouped(x->keys) + start * WIDTH, w->sum + c, p_line, channels, depth,
                     !wide && block > 0, x->value_dim - c <= LANES, NULL,
                 });
                 for (int r = 0; wide && r < rows; r++) {
@@ -513,10 +522,16 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
             }
         }
     }
-    for (int r = 0; by.exact && r < rows; r++)
-        for (int64_t c = 0; c < x->value_dim; c++)
-            if (wide) w->numerator[r * channels + c] += missing[r] * w->mean[c];
-            else w->sum[r * channels + c] += (int32_t)missing[r] * w->mean[c];
+    for (int r = 0; by.exact && r < rows; r++) {
+        const int32_t *restrict mean = w->mean;
+        const int32_t lost = (int32_t)missing[r];
+        int32_t *restrict sum = w->sum + r * channels;
+        int64_t *restrict numerator = w->numerator + r * channels;
+        if (wide)
+            for (int64_t c = 0; c < x->value_dim; c++) numerator[c] += missing[r] * mean[c];
+        else
+            for (int64_t c = 0; c < x->value_dim; c++) sum[c] += lost * mean[c];
+    }
     for (int r = 0; r < rows; r++) {
         int64_t *numerator = wide ? w->numerator + r * channels : NULL;
         if (by.online)
@@ -531,7 +546,7 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
 /* Divides a workspace into arrays and returns its bytes; without `memory` it only does the latter. */
 static int64_t divide(const problem *x, workspace *w, char *memory) {
     const int64_t line = row_line(x->keys), channels = padded(x->value_dim), depth = grouped(x->head_dim);
-    const int64_t operand = sizeof(left_operand), upper = x->bits == 15 ? line : 0;
+    const int64_t operand = sizeof(left_operand), p_line = operand_line(x->keys);
     int64_t taken = 0;
     w->numerator = next_array(memory, &taken, 8 * BLOCK * channels);
     w->s = next_array(memory, &taken, 4 * BLOCK * line);
@@ -545,10 +560,10 @@ static int64_t divide(const problem *x, workspace *w, char *memory) {
     w->scale = next_array(memory, &taken, 4 * channels);
     w->offset = next_array(memory, &taken, 4 * channels);
     w->key = next_array(memory, &taken, operand * line * depth);
-    w->value = next_array(memory, &taken, operand * channels * grouped(x->keys));
+    w->value = next_array(memory, &taken, operand * (channels * grouped(x->keys) + STEP * WIDTH));
     w->query = next_array(memory, &taken, operand * BLOCK * depth);
-    w->p = next_array(memory, &taken, operand * BLOCK * line);
-    w->upper = next_array(memory, &taken, operand * BLOCK * upper);
+    w->p = next_array(memory, &taken, operand * BLOCK * p_line);
+    w->upper = next_array(memory, &taken, x->bits == 15 ? operand * BLOCK * p_line : 0);
     return taken;
 }
 
@@ -568,6 +583,7 @@ static int attend_share(const problem *x) {
     workspace w = {0};
     char *memory;
     if (!allocate(x, &w, &memory)) return 1;
+    begin_products();
     /* consecutive tasks share a head, whose keys and values are packed once */
     for (int64_t task = mine.begin; task < mine.end; task++) {
         int64_t z = task / blocks / x->heads, h = task / blocks % x->heads, first = task % blocks * BLOCK;
@@ -581,6 +597,7 @@ static int attend_share(const problem *x) {
         }
         attend(x, &w, z, h, first, (int)at_most(BLOCK, x->queries - first));
     }
+    end_products();
     free(memory);
     return 0;
 }
@@ -1062,6 +1079,7 @@ int qflash_varlen_attention(const conversion *three, const problem *like, const 
             tasks += like->heads * ((where->cu_q[i + 1] - where->cu_q[i] + BLOCK - 1) / BLOCK);
         const share mine = share_of(tasks);
         int64_t before = 0;
+        begin_products();
         for (int64_t i = 0; allocated && i < sequences && before < mine.end; i++) {
             problem one = *like;
             const int64_t queries = where->cu_q[i + 1] - where->cu_q[i], blocks = (queries + BLOCK - 1) / BLOCK;
@@ -1105,6 +1123,7 @@ int qflash_varlen_attention(const conversion *three, const problem *like, const 
                 attend(&one, &w, 0, h, first, rows);
             }
         }
+        end_products();
         free(room);
     }
     free(memory);

@@ -4,14 +4,18 @@
  * panels where there are few rows:
  *
  *     1. a block of its rows becomes operands, which stay in the cache               a         up to BLOCK_BYTES
- *     2. per panel and tile of ROWS rows: sums                                       sums      ROWS x WIDTH int32
+ *     2. per panel and tile of TILE_ROWS rows: sums                                  sums      TILE_ROWS x WIDTH int32
  *     3. per row of the tile: another unit, residual or activation, saturation       out
  *
  * Compiled on first use by cpu/launch.py.
  */
 #include "products.h"
 
-#define BLOCK_BYTES (1 << 17) /* of operands: a part of the second cache that leaves room for panels */
+#ifdef AMX
+#define BLOCK_BYTES (1 << 19) /* of operands: a part of the second cache that leaves room for panels */
+#else
+#define BLOCK_BYTES (1 << 17)
+#endif
 #define PACKED 64             /* inputs that are packed at a time */
 
 #if LANES == 16
@@ -37,7 +41,9 @@ typedef int16_t vector16 __attribute__((vector_size(2 * LANES)));
 INLINE vector saturated(vector x, int32_t end) { return larger(smaller(x, all_lanes(end)), all_lanes(-end - 1)); }
 
 INLINE vector16 saturated16(vector x) {
-#if defined(__AVX2__) && !defined(__AVX512BW__)
+#if defined(__AVX512BW__)
+    return (vector16)_mm512_cvtsepi32_epi16((__m512i)x);
+#elif defined(__AVX2__)
     return (vector16)_mm_packs_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
 #else
     return __builtin_convertvector(saturated(x, 32767), vector16);
@@ -45,7 +51,9 @@ INLINE vector16 saturated16(vector x) {
 }
 
 INLINE vector8 saturated8(vector x) {
-#if defined(__AVX2__) && !defined(__AVX512BW__)
+#if defined(__AVX512BW__)
+    return (vector8)_mm512_cvtsepi32_epi8((__m512i)x);
+#elif defined(__AVX2__)
     const __m128i middle = (__m128i)saturated16(x), narrow = _mm_packs_epi16(middle, middle);
     vector8 low;
     memcpy(&low, &narrow, sizeof low);
@@ -172,9 +180,13 @@ static void convert_rows(const linear *x, int64_t first, int64_t rows, left_oper
 
 /* The tails of layers.gelu and layers.silu, of numbers that end `rest` before where they count as 0 */
 INLINE vector gelu_tail(vector rest) {
-    const vector first = (((rest * rest + (1 << 8)) >> 9) * (59898 - 10 * rest) + (1 << 14)) >> 15;
-    const vector second = (first << 2) + (18588 - 23 * rest);
-    return (first * second + (1 << 19)) >> 20;
+    /* 2^15, of rest = 2^12 alone, does not fit 16 bits; one less changes `first` and `second`, not the tail. All factors of the
+     * second product and its rounding are halved. */
+    const vector square = smaller(add_product(all_lanes(1 << 8), rest, rest) >> 9, all_lanes(32767));
+    const vector line = add_product(all_lanes(29949), rest, all_lanes(-5));
+    const vector first = add_product(all_lanes(1 << 13), square, line) >> 14;
+    const vector second = add_product(add_product(all_lanes(18588), rest, all_lanes(-23)), first, all_lanes(4));
+    return add_product(all_lanes(1 << 19), first, second) >> 20;
 }
 
 INLINE vector silu_tail(vector rest) {
@@ -188,34 +200,43 @@ enum { NO_ACTIVATION, GELU, SILU, RELU };
 
 /* layers.gelu, silu and relu */
 INLINE vector activate(vector x, const int activation) {
-    const vector none = {0}, rest = larger(4096 - larger(x, -x), none);
+    const vector none = {0}, rest = larger(4096 - magnitude_of(x), none);
     const vector positive = smaller(larger(x, none), all_lanes((1 << 17) - 1));
     if (activation == GELU) return positive - gelu_tail(rest);
     if (activation == SILU) return positive - silu_tail(rest);
     return positive;
 }
 
-/* Brings the sums of a tile to their outputs' unit and writes them, from output `start` of row `row` on. */
+/* Brings n <= LANES sums of each row of a tile to their outputs' unit and writes them, from output `at` of the first row on. */
+INLINE void finish_lanes(
+    const linear *x, const int64_t bytes, const int residual, const int activation, const channels *by, const int32_t *sums,
+    int64_t rows, int64_t at, int64_t j, const int64_t n
+) {
+    const int left = (int)x->left, activation_shift = (int)x->activation_shift;
+    const int64_t outputs = x->outputs;
+    const int16_t *more = residual ? x->residual + at : NULL;
+    char *out = (char *)x->out + at * bytes;
+    const scaling scale = make_scaling(*(const vector *)(by->multiplier + j), *(const vector *)(by->bias + j));
+    const vector activation_multiplier = *(const vector *)(by->activation_multiplier + j);
+    const vector activation_offset = *(const vector *)(by->activation_offset + j);
+    for (int64_t r = 0; r < rows; r++) {
+        vector y = scaled(*(const vector *)(sums + r * WIDTH + j) << left, &scale);
+        if (residual) y += load16(more + r * outputs, n);
+        if (activation) y = (activate(y, activation) * activation_multiplier + activation_offset) >> activation_shift;
+        store(out + r * outputs * bytes, y, bytes, n);
+    }
+}
+
+/* The same of the tile from output `start` of row `row` on */
 INLINE void finish_tile(
     const linear *x, const int64_t bytes, const int residual, const int activation, const channels *by, const int32_t *sums,
     int64_t row, int64_t rows, int64_t start
 ) {
-    const int left = (int)x->left, activation_shift = (int)x->activation_shift;
-    const int64_t outputs = x->outputs;
-    const int16_t *more = x->residual;
-    char *out = x->out;
-    for (int64_t j = 0; j < WIDTH && start + j < outputs; j += LANES) {
-        const int64_t n = at_most(LANES, outputs - start - j);
-        const vector bias = *(const vector *)(by->bias + j), multiplier = *(const vector *)(by->multiplier + j);
-        const vector activation_multiplier = *(const vector *)(by->activation_multiplier + j);
-        const vector activation_offset = *(const vector *)(by->activation_offset + j);
-        for (int64_t r = 0; r < rows; r++) {
-            const int64_t at = (row + r) * outputs + start + j;
-            vector y = rounded_product((*(const vector *)(sums + r * WIDTH + j) << left) + bias, multiplier);
-            if (residual) y += load16(more + at, n);
-            if (activation) y = (activate(y, activation) * activation_multiplier + activation_offset) >> activation_shift;
-            store(out + at * bytes, y, bytes, n);
-        }
+    for (int64_t j = 0; j < WIDTH && start + j < x->outputs; j += LANES) {
+        const int64_t n = at_most(LANES, x->outputs - start - j), at = row * x->outputs + start + j;
+        /* a constant size makes a plain store of what would be a masked one */
+        if (n == LANES) finish_lanes(x, bytes, residual, activation, by, sums, rows, at, j, LANES);
+        else finish_lanes(x, bytes, residual, activation, by, sums, rows, at, j, n);
     }
 }
 
@@ -234,7 +255,7 @@ static void multiply_rows(
     const linear *x, const right_operand *packed, const int32_t *begin, share rows, share panels, left_operand *a, int64_t most
 ) {
     const int64_t depth = grouped(x->inputs);
-    int32_t sums[ROWS * WIDTH];
+    int32_t sums[TILE_ROWS * WIDTH] __attribute__((aligned(LINE)));
     channels by;
     for (int64_t first = rows.begin; first < rows.end; first += most) {
         const int64_t count = at_most(most, rows.end - first);
@@ -246,10 +267,10 @@ static void multiply_rows(
             copy_channels(by.activation_multiplier, x->activation_multiplier, start, n);
             copy_channels(by.activation_offset, x->activation_offset, start, n);
             product one = {NULL, packed + start * depth, sums, depth, WIDTH, depth, 0, 0, begin + start};
-            for (int64_t i = 0; i < count; i += ROWS) {
-                const int64_t few = at_most(ROWS, count - i);
+            for (int64_t i = 0; i < count; i += TILE_ROWS) {
+                const int64_t few = at_most(TILE_ROWS, count - i);
                 one.a = a + i * depth;
-                tile_few((int)few, &one);
+                tile_once((int)few, &one);
                 finish(x, &by, sums, first + i, few, start);
             }
         }
@@ -310,7 +331,7 @@ int qflash_pack(const linear *x) {
 int qflash_linear(const linear *x) {
     if (x->input_bytes == 2) return wide_linear(x);
     const int64_t depth = grouped(x->inputs), panels = panels_of(x);
-    const int64_t line = depth * (int64_t)sizeof(left_operand), most = (BLOCK_BYTES / line / ROWS + 1) * ROWS;
+    const int64_t line = depth * (int64_t)sizeof(left_operand), most = (BLOCK_BYTES / line / TILE_ROWS + 1) * TILE_ROWS;
     char *memory = x->packed ? NULL : malloc(LINE + qflash_packed_bytes(x));
     if (!x->packed && !memory) return 1;
     char *weights = x->packed ? x->packed : (char *)whole_lines((intptr_t)memory);
@@ -319,23 +340,26 @@ int qflash_linear(const linear *x) {
     int failed = 0;
 #pragma omp parallel num_threads(threads_of(x->threads)) reduction(| : failed)
     {
-        left_operand *a = malloc(line * at_most(most, x->rows) + LINE);
+        char *room = malloc(line * at_most(most, x->rows + TILE_ROWS) + 2 * LINE);
+        left_operand *a = room ? (left_operand *)whole_lines((intptr_t)room) : NULL;
         share part = share_of(panels), all_rows = {0, x->rows}, all_panels = {0, panels};
         if (!x->packed) {
             pack_panels(x, part, weights);
 #pragma omp barrier
         }
         /* whole tiles of rows, unless there are more threads than these */
-        const int64_t tiles = (x->rows + ROWS - 1) / ROWS;
+        const int64_t tiles = (x->rows + TILE_ROWS - 1) / TILE_ROWS;
         failed = !a;
+        begin_products();
         if (a && tiles >= 8 * x->threads) {
             part = share_of(tiles);
-            share rows = {part.begin * ROWS, at_most(part.end * ROWS, x->rows)};
+            share rows = {part.begin * TILE_ROWS, at_most(part.end * TILE_ROWS, x->rows)};
             multiply_rows(x, packed, begin, rows, all_panels, a, most);
         } else if (a) {
             multiply_rows(x, packed, begin, all_rows, part, a, most);
         }
-        free(a);
+        end_products();
+        free(room);
     }
     free(memory);
     return failed;

@@ -47,6 +47,19 @@ typedef int16_t right_operand;
 #endif
 #define GROUP ((int)(4 / sizeof(left_operand)))
 
+/* With AMX a product is made of tiles of 16 x 16 sums, whose operands are read 64 values of k at a time. Linux gives a process the
+ * tiles' registers when it asks. */
+#if defined(__AMX_INT8__) && SHIFTED && LANES == 16 && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#define AMX
+#define STEP 64
+#define TILE_ROWS 32
+#else
+#define STEP GROUP
+#define TILE_ROWS ROWS
+#endif
+
 typedef int32_t vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t group __attribute__((aligned(1), may_alias));
 
@@ -65,11 +78,11 @@ INLINE vector high_product(vector a, vector b) {
 #if defined(__AVX512BW__)
     __m512i even = _mm512_mul_epi32((__m512i)a, (__m512i)b);
     __m512i odd = _mm512_mul_epi32(_mm512_srli_epi64((__m512i)a, 32), _mm512_srli_epi64((__m512i)b, 32));
-    return (vector)_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
+    return (vector)_mm512_mask_shuffle_epi32(odd, 0x5555, even, 0xF5);
 #elif defined(__AVX2__)
     __m256i even = _mm256_mul_epi32((__m256i)a, (__m256i)b);
     __m256i odd = _mm256_mul_epi32(_mm256_srli_epi64((__m256i)a, 32), _mm256_srli_epi64((__m256i)b, 32));
-    return (vector)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+    return (vector)_mm256_blend_epi32(_mm256_shuffle_epi32(even, 0xF5), odd, 0xAA);
 #else
     vector high;
     for (int lane = 0; lane < LANES; lane++) high[lane] = (int32_t)((int64_t)a[lane] * b[lane] >> 32);
@@ -83,16 +96,80 @@ INLINE vector rounded_product(vector a, vector b) {
     const __m512i half = _mm512_set1_epi64(1LL << 31);
     __m512i even = _mm512_add_epi64(_mm512_mul_epi32((__m512i)a, (__m512i)b), half);
     __m512i odd = _mm512_mul_epi32(_mm512_srli_epi64((__m512i)a, 32), _mm512_srli_epi64((__m512i)b, 32));
-    return (vector)_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), _mm512_add_epi64(odd, half));
+    return (vector)_mm512_mask_shuffle_epi32(_mm512_add_epi64(odd, half), 0x5555, even, 0xF5);
 #elif defined(__AVX2__)
     const __m256i half = _mm256_set1_epi64x(1LL << 31);
     __m256i even = _mm256_add_epi64(_mm256_mul_epi32((__m256i)a, (__m256i)b), half);
     __m256i odd = _mm256_mul_epi32(_mm256_srli_epi64((__m256i)a, 32), _mm256_srli_epi64((__m256i)b, 32));
-    return (vector)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), _mm256_add_epi64(odd, half), 0xAA);
+    return (vector)_mm256_blend_epi32(_mm256_shuffle_epi32(even, 0xF5), _mm256_add_epi64(odd, half), 0xAA);
 #else
     vector high;
     for (int lane = 0; lane < LANES; lane++) high[lane] = (int32_t)multiply_round(a[lane], b[lane], 32);
     return high;
+#endif
+}
+
+/* The factors of many calls of `scaled`: mul(x + bias, multiplier, 32) is (x * multiplier + bias * multiplier + 2^31) >> 32. */
+typedef struct {
+#if defined(__AVX512BW__)
+    __m512i even, odd, add_even, add_odd;
+#elif defined(__AVX2__)
+    __m256i even, odd, add_even, add_odd;
+#else
+    vector multiplier, bias;
+#endif
+} scaling;
+
+INLINE scaling make_scaling(vector multiplier, vector bias) {
+    scaling by;
+#if defined(__AVX512BW__)
+    const __m512i half = _mm512_set1_epi64(1LL << 31);
+    by.even = (__m512i)multiplier;
+    by.odd = _mm512_srli_epi64((__m512i)multiplier, 32);
+    by.add_even = _mm512_add_epi64(_mm512_mul_epi32((__m512i)bias, by.even), half);
+    by.add_odd = _mm512_add_epi64(_mm512_mul_epi32(_mm512_srli_epi64((__m512i)bias, 32), by.odd), half);
+#elif defined(__AVX2__)
+    const __m256i half = _mm256_set1_epi64x(1LL << 31);
+    by.even = (__m256i)multiplier;
+    by.odd = _mm256_srli_epi64((__m256i)multiplier, 32);
+    by.add_even = _mm256_add_epi64(_mm256_mul_epi32((__m256i)bias, by.even), half);
+    by.add_odd = _mm256_add_epi64(_mm256_mul_epi32(_mm256_srli_epi64((__m256i)bias, 32), by.odd), half);
+#else
+    by.multiplier = multiplier;
+    by.bias = bias;
+#endif
+    return by;
+}
+
+/* mul(x + bias, multiplier, 32) in every lane, where x + bias fits 32 bits */
+INLINE vector scaled(vector x, const scaling *by) {
+#if defined(__AVX512BW__)
+    const __m512i even = _mm512_add_epi64(_mm512_mul_epi32((__m512i)x, by->even), by->add_even);
+    const __m512i odd = _mm512_add_epi64(_mm512_mul_epi32(_mm512_srli_epi64((__m512i)x, 32), by->odd), by->add_odd);
+    return (vector)_mm512_mask_shuffle_epi32(odd, 0x5555, even, 0xF5);
+#elif defined(__AVX2__)
+    const __m256i even = _mm256_add_epi64(_mm256_mul_epi32((__m256i)x, by->even), by->add_even);
+    const __m256i odd = _mm256_add_epi64(_mm256_mul_epi32(_mm256_srli_epi64((__m256i)x, 32), by->odd), by->add_odd);
+    return (vector)_mm256_blend_epi32(_mm256_shuffle_epi32(even, 0xF5), odd, 0xAA);
+#else
+    return rounded_product(x + by->bias, by->multiplier);
+#endif
+}
+
+/* sum + a * b in every lane, where a is from 0 to 2^15 - 1 and b fits 16 bits */
+INLINE vector add_product(vector sum, vector a, vector b) {
+#if defined(__AVX512BW__) && defined(__AVX512VNNI__)
+    return (vector)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif defined(__AVX512BW__)
+    return sum + (vector)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVXVNNI__)
+    return (vector)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
+#elif defined(__AVX2__)
+    return sum + (vector)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+    return sum + (vector)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+    return sum + a * b;
 #endif
 }
 
@@ -109,6 +186,16 @@ INLINE vector smaller(vector a, vector b) {
 
 INLINE vector larger(vector a, vector b) { return ~smaller(~a, ~b); }
 INLINE vector all_lanes(int32_t x) { return (vector){0} + x; }
+
+INLINE vector magnitude_of(vector x) {
+#if defined(__AVX512BW__)
+    return (vector)_mm512_abs_epi32((__m512i)x);
+#elif defined(__AVX2__)
+    return (vector)_mm256_abs_epi32((__m256i)x);
+#else
+    return larger(x, -x);
+#endif
+}
 
 /* --- matrix product --------------------------------------------------------------------------------------- */
 
@@ -185,11 +272,99 @@ static void tile_few(int rows, const product *by) {
     }
 }
 
-__attribute__((unused)) static void tile(int rows, product by) {
-    for (; rows > 0; rows -= ROWS, by.a += ROWS * by.a_stride, by.c += ROWS * by.c_stride) tile_few(rows < ROWS ? rows : ROWS, &by);
+#ifdef AMX
+static int has_amx;
+__attribute__((constructor)) static void ask_for_amx(void) {
+    enum { REQUEST = 0x1023, TILE_DATA = 18 }; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA */
+    has_amx = !syscall(SYS_arch_prctl, REQUEST, TILE_DATA);
 }
 
-INLINE int64_t grouped(int64_t n) { return (n + GROUP - 1) / GROUP * GROUP; }
+INLINE void tile_amx(const int both, const int narrow, const product *by) {
+    const left_operand *a = by->a;
+    const right_operand *b = by->b;
+    int32_t *c = by->c;
+    const int64_t a_stride = by->a_stride, c_stride = 4 * by->c_stride, half = 16 * by->c_stride;
+    if (by->add) {
+        _tile_loadd(0, c, c_stride);
+        if (!narrow) _tile_loadd(1, c + 16, c_stride);
+        if (both) _tile_loadd(2, c + half, c_stride);
+        if (both && !narrow) _tile_loadd(3, c + half + 16, c_stride);
+    } else if (by->begin) {
+        /* the same row 16 times */
+        _tile_loadd(0, by->begin, 0);
+        if (!narrow) _tile_loadd(1, by->begin + 16, 0);
+        if (both) _tile_loadd(2, by->begin, 0);
+        if (both && !narrow) _tile_loadd(3, by->begin + 16, 0);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t k = 0; k < by->depth; k += STEP) {
+        _tile_loadd(6, b + k * WIDTH, GROUP * WIDTH);
+        _tile_loadd(4, a + k, a_stride);
+        _tile_dpbusd(0, 4, 6);
+        if (!narrow) {
+            _tile_loadd(7, b + k * WIDTH + GROUP * 16, GROUP * WIDTH);
+            _tile_dpbusd(1, 4, 7);
+        }
+        if (both) {
+            _tile_loadd(5, a + 16 * a_stride + k, a_stride);
+            _tile_dpbusd(2, 5, 6);
+            if (!narrow) _tile_dpbusd(3, 5, 7);
+        }
+    }
+    _tile_stored(0, c, c_stride);
+    if (!narrow) _tile_stored(1, c + 16, c_stride);
+    if (both) _tile_stored(2, c + half, c_stride);
+    if (both && !narrow) _tile_stored(3, c + half + 16, c_stride);
+}
+#endif
+
+/* What a thread does before and after its products. */
+INLINE void begin_products(void) {
+#ifdef AMX
+    struct {
+        uint8_t palette, start, none[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } all = {.palette = 1};
+    for (int i = 0; i < 8; i++) all.bytes[i] = 64, all.rows[i] = 16;
+    if (has_amx) _tile_loadconfig(&all);
+#endif
+}
+
+INLINE void end_products(void) {
+#ifdef AMX
+    if (has_amx) _tile_release();
+#endif
+}
+
+/* Up to TILE_ROWS rows. With AMX a and c have 16 or 32 rows in memory, where those past `rows` may hold anything; and so may a
+ * past `depth`, up to a multiple of STEP, where b is 0, or the other way round. */
+static void tile_once(int rows, const product *by) {
+#ifdef AMX
+    if (has_amx) {
+        if (rows > 16 && !by->narrow) tile_amx(1, 0, by);
+        else if (rows > 16) tile_amx(1, 1, by);
+        else if (!by->narrow) tile_amx(0, 0, by);
+        else tile_amx(0, 1, by);
+        return;
+    }
+#endif
+    product part = *by;
+    for (; rows > 0; rows -= ROWS, part.a += ROWS * part.a_stride, part.c += ROWS * part.c_stride)
+        tile_few(rows < ROWS ? rows : ROWS, &part);
+}
+
+__attribute__((unused)) static void tile(int rows, product by) {
+    for (; rows > 0; rows -= TILE_ROWS, by.a += TILE_ROWS * by.a_stride, by.c += TILE_ROWS * by.c_stride)
+        tile_once(rows < TILE_ROWS ? rows : TILE_ROWS, &by);
+}
+
+/* n, and what is read behind it */
+INLINE int64_t grouped(int64_t n) { return (n + STEP - 1) / STEP * STEP; }
 INLINE int64_t padded(int64_t n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
 
 /* --- memory and threads ------------------------------------------------------------------------------------ */

@@ -503,7 +503,8 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
                 const int32_t weight = high ? 256 : 1;
                 tile(rows, (product){
                     p + start, w->value + c * grouped(x->keys) + start * WIDTH, w->sum + c, line, channels, depth,
-                    !wide && block > 0, x->value_dim - c <= LANES, NULL, 1,
+                    !wide && block > 0, x->value_dim - c <= LANES, NULL,
+                    1,
                 });
                 for (int r = 0; wide && r < rows; r++) {
                     int64_t *restrict numerator = w->numerator + r * channels + c;

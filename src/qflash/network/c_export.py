@@ -34,7 +34,7 @@ NAME_BYTES = 64
 """Of an output, with a zero at the end."""
 _LINE = 64
 _KERNELS = ("attention.c", "network.c", "products.h")
-_PROGRAM = ("runtime.c", "main.c", "qflash_network.h", "Makefile")
+_PROGRAM = ("runtime.c", "main.c", "qflash_network.h", "arm.c", "paths.h", "Makefile")
 SOURCES = ("runtime.c", "network.c", "attention.c")
 """What other programs, and WebAssembly, are compiled of."""
 

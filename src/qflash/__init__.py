@@ -20,6 +20,7 @@ __all__ = [
     "export_c",
     "export_onnx",
     "export_tosa",
+    "export_web",
     "float_attention",
     "image_transform",
     "int8_attention",
@@ -66,6 +67,7 @@ if TYPE_CHECKING or not _is_command():
     from .network.quantize import quantize_model
     from .network.storage import load_model, save_model
     from .network.tosa_export import export_tosa
+    from .network.web_export import export_web
     from .precompile import warmup
     from .specification.quantization import QuantizedTensor
     from .specification.recipe import ACCURATE, DEFAULT, PAPER, Recipe
@@ -78,11 +80,11 @@ else:
         from . import api, explanation, precompile
         from .integrations import calibrate, images, inspection, patching, sdpa
         from .integrations import transformers as names_of_attention
-        from .network import c_export, compare, hugging_face, onnx_export, storage, tosa_export
+        from .network import c_export, compare, hugging_face, onnx_export, storage, tosa_export, web_export
         from .network import quantize as network
         from .specification import quantization, recipe
 
-        networks = network, storage, onnx_export, tosa_export, c_export, compare, hugging_face
+        networks = network, storage, onnx_export, tosa_export, c_export, web_export, compare, hugging_face
         models = patching, calibrate, inspection, images, names_of_attention, sdpa
         homes = recipe, quantization, *models, *networks, precompile, explanation, api
         names = {name: x for home in homes for name, x in vars(home).items()}

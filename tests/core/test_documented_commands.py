@@ -39,6 +39,7 @@ RUN_HERE = {
 RUN_BY = {
     "make": "tests/network/test_c_program.py::test_the_program_prints_the_networks_integers",
     "python -m qflash_lab.verify.bounds": "tests/lab/verify/test_bounds.py::test_the_command_prints_every_quantity",
+    "python golden/check_reference.py": "tests/core/test_reference_in_c.py::test_the_model_computes_the_golden_vectors",
     "python golden/checker.py": "tests/core/test_golden.py::test_checker_agrees_and_needs_nothing_of_the_package",
     "python scripts/sanitize_gpu.py": "tests/kernels/test_sanitize_gpu.py::test_workers_behind_a_tool",
     "qflash check-onnx": "tests/network/test_onnx_check.py::test_a_good_file_is_equal_everywhere",

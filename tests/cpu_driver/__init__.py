@@ -88,6 +88,12 @@ class Level:
         return f"this CPU has no {', '.join(absent)}" if absent else None
 
 
+def _arm(architecture: str) -> Level:
+    """Return 64-bit Arm of an architecture, cross-compiled."""
+    flags = ("-static", f"-march={architecture}")
+    return Level(flags, machine="aarch64", compiler="aarch64-linux-gnu-gcc", emulator="qemu-aarch64")
+
+
 LEVELS = {
     "native": Level(("-march=native", "-mprefer-vector-width=512"), machine=""),
     "portable": Level(("-U__SSE2__",)),
@@ -99,7 +105,9 @@ LEVELS = {
     "avx512 in C": Level((*_IN_C, "-DIN_C_AVX512")),
     "avx512-vnni": Level(("-march=cascadelake", "-mprefer-vector-width=512"), ("avx512bw", "avx512_vnni")),
     "avx512-vnni in C": Level((*_IN_C, "-DIN_C_AVX512", "-DIN_C_AVX512VNNI")),
-    "aarch64": Level(("-static",), machine="aarch64", compiler="aarch64-linux-gnu-gcc", emulator="qemu-aarch64"),
+    "aarch64": _arm("armv8-a"),
+    "aarch64 dot product": _arm("armv8.2-a+dotprod"),
+    "aarch64 i8mm": _arm("armv8.2-a+dotprod+i8mm"),
 }
 """All of them. Those "in C" run the code for an instruction set with its instructions written out in C."""
 

@@ -56,8 +56,11 @@ def test_no_access_outside_and_no_undefined_behaviour(sanitized: DriverLibrary) 
     run_matrix(sanitized)
 
 
-def test_the_aarch64_kernels_have_the_reference_bits(tmp_path: pathlib.Path) -> None:
-    run_matrix(make_library("aarch64", tmp_path, ()))
+@pytest.mark.parametrize(
+    "level", ["aarch64", *(pytest.param(f"aarch64 {name}", marks=pytest.mark.slow) for name in ("dot product", "i8mm"))]
+)
+def test_the_aarch64_kernels_have_the_reference_bits(tmp_path: pathlib.Path, level: str) -> None:
+    run_matrix(make_library(level, tmp_path, ()))
 
 
 @pytest.fixture

@@ -142,3 +142,64 @@ def test_arguments_are_checked(
 ) -> None:
     with pytest.raises(error, match=words):
         qflash.export_c(made("class token")[1], **{"folder": tmp_path, **arguments})
+
+
+@pytest.mark.slow
+def test_one_program_for_all_arm_cpus_takes_what_they_have(made: Any, tmp_path: pathlib.Path) -> None:
+    """An emulated CPU without the dot product, one with it, and one with i8mm."""
+    tools = "aarch64-linux-gnu-gcc", "aarch64-linux-gnu-objdump", "qemu-aarch64"
+    if missing := [name for name in tools if not shutil.which(name)]:
+        pytest.skip(f"needs {', '.join(missing)}")
+    model, network = made("class token")
+    network.export_c(tmp_path)
+    command = ["make", "arm", f"CC={tools[0]}", "OPENMP=", "FLAGS=-O1 -ffp-contract=off"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for path, instruction in (("plain", None), ("dot", "sdot"), ("i8mm", "usdot")):
+        listing = subprocess.run(
+            [tools[1], "-d", f"network_{path}.o"], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        assert {word for word in ("sdot", "usdot") if f"\t{word}\t" in listing.stdout} == {instruction} - {None}
+    images = draw(model, 2, seed=23)
+    (tmp_path / "images.raw").write_bytes(images.numpy().tobytes())
+    for cpu in ("cortex-a53", "cortex-a76", "max"):
+        done = subprocess.run(
+            [tools[2], "-cpu", cpu, "network_arm", "images.raw"], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        found = [[int(x) for x in line.split(" ")[1:]] for line in done.stdout.splitlines()]
+        assert found == network(images).flatten(1).tolist()
+
+
+FROM_MEMORY = """
+#include "qflash_network.h"
+#include <stdio.h>
+#include <stdlib.h>
+int main(void) {
+    FILE *file = fopen("network.bin", "rb");
+    fseek(file, 0, SEEK_END);
+    const long bytes = ftell(file);
+    rewind(file);
+    char *memory = aligned_alloc(64, (size_t)(bytes / 64 + 2) * 64);
+    for (int shift = 8; shift >= 0; shift -= 8) {
+        rewind(file);
+        if (fread(memory + shift, 1, (size_t)bytes, file) != (size_t)bytes) return 1;
+        qflash_network *network;
+        printf("%s\\n", qflash_message(qflash_open_memory(memory + shift, bytes, &network)));
+        if (network) printf("%lld\\n", (long long)qflash_outputs(network));
+        qflash_close(network);
+    }
+    free(memory);
+    fclose(file);
+    return 0;
+}
+"""
+
+
+@pytest.mark.slow
+def test_a_file_in_memory_must_be_aligned(made: Any, tmp_path: pathlib.Path) -> None:
+    made("class token")[1].export_c(tmp_path)
+    (tmp_path / "main.c").write_text(FROM_MEMORY, encoding="utf-8")
+    done = subprocess.run(["make", f"CC={COMPILER}", *SANITIZED], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert run(tmp_path).stdout == "the memory does not begin at a multiple of 64 bytes\nno error\n1\n"

@@ -34,8 +34,10 @@ FUNCTIONS = ("linear", "layer_norm", "attention", "mean", "patches", "move_rows"
 NAME_BYTES = 64
 """Of an output, with a zero at the end."""
 _LINE = 64
-_SOURCES = ("attention.c", "network.c", "products.h")
-_PROGRAM = ("runtime.c", "main.c", "qflash_network.h", "Makefile")
+_KERNELS = ("attention.c", "network.c", "products.h")
+_PROGRAM = ("runtime.c", "main.c", "qflash_network.h", "arm.c", "paths.h", "Makefile")
+SOURCES = ("runtime.c", "network.c", "attention.c")
+"""What other programs, and WebAssembly, are compiled of."""
 
 
 def export_c(
@@ -62,6 +64,11 @@ def export_c(
     check_integer(network)
     network = network if size is None else network.at(size)
     check_path(folder)
+    write_program(network, folder, batch)
+
+
+def write_program(network: IntegerNetwork, folder: str | os.PathLike[str], batch: int = 1) -> None:
+    """Write what :func:`export_c` does, of a network and a path that were checked."""
     batch = whole_number("batch", batch)
     if batch < 1:
         raise ValueError(f"batch must be at least 1, got {batch}")
@@ -73,7 +80,7 @@ def export_c(
     place = pathlib.Path(folder)
     place.mkdir(parents=True, exist_ok=True)
     here = importlib.resources.files("qflash.kernels.cpu")
-    for source, names in ((here, _SOURCES), (here.joinpath("program"), _PROGRAM)):
+    for source, names in ((here, _KERNELS), (here.joinpath("program"), _PROGRAM)):
         for name in names:
             (place / name).write_bytes(source.joinpath(name).read_bytes())
     (place / "network.bin").write_bytes(content)

@@ -430,6 +430,14 @@ class IntegerNetwork(IntegerModule):
 
         export_c(self, folder, batch=batch, size=size)
 
+    def export_web(
+        self, folder: str | os.PathLike[str], *, name: str | None = None, example: torch.Tensor | None = None
+    ) -> None:
+        """Write the network as a page and a package of npm; see :func:`qflash.export_web`."""
+        from .web_export import export_web
+
+        export_web(self, folder, name=name, example=example)
+
     def dequantize(self, output: Any) -> Any:
         """Return int32 logits or features as float32, or a list of them; of several outputs the dictionary of them."""
         if isinstance(output, dict):

@@ -151,10 +151,10 @@ INLINE sums probabilities(
         value = (value + half) >> down;
         total += value;
         if (wide) {
-            upper[j] = (left_operand)(value >> 8);
+            upper[j] = (left_operand)((value >> 8) - LOWERED);
             value &= 255;
         }
-        p[j] = (left_operand)value;
+        p[j] = (left_operand)(value - LOWERED);
     }
     return (sums){total, fine};
 }
@@ -499,7 +499,7 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
                     total[r] = total[r] * release >> 24;
                 }
                 row_max[r] = most;
-                for (int64_t j = depth; j < grouped(depth); j++) w->p[r * p_line + start + j] = 0;
+                for (int64_t j = depth; j < grouped(depth); j++) w->p[r * p_line + start + j] = (left_operand)-LOWERED;
                 /* probabilities have 7 bits: none has an upper byte */
                 total[r] += row_probabilities(
                     kind, &by, s, depth, most == MASKED ? 0 : most, factor, fraction_bits, w->p + r * p_line + start, w->upper
@@ -513,6 +513,7 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
                 tile(rows, (product){
                     p + start, w->value + c * grouped(x->keys) + start * WIDTH, w->sum + c, p_line, channels, depth,
                     !wide && block > 0, x->value_dim - c <= LANES, NULL,
+                    1,
                 });
                 for (int r = 0; wide && r < rows; r++) {
                     int64_t *restrict numerator = w->numerator + r * channels + c;

@@ -45,6 +45,13 @@ INLINE vector16 saturated16(vector x) {
     return (vector16)_mm512_cvtsepi32_epi16((__m512i)x);
 #elif defined(__AVX2__)
     return (vector16)_mm_packs_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+#elif defined(__wasm_simd128__)
+    const v128_t narrow = wasm_i16x8_narrow_i32x4((v128_t)x, (v128_t)x);
+    vector16 low;
+    memcpy(&low, &narrow, sizeof low);
+    return low;
+#elif defined(ARM_VECTORS)
+    return (vector16)vqmovn_s32((int32x4_t)x);
 #else
     return __builtin_convertvector(saturated(x, 32767), vector16);
 #endif
@@ -55,6 +62,11 @@ INLINE vector8 saturated8(vector x) {
     return (vector8)_mm512_cvtsepi32_epi8((__m512i)x);
 #elif defined(__AVX2__)
     const __m128i middle = (__m128i)saturated16(x), narrow = _mm_packs_epi16(middle, middle);
+    vector8 low;
+    memcpy(&low, &narrow, sizeof low);
+    return low;
+#elif defined(__wasm_simd128__)
+    const v128_t middle = wasm_i16x8_narrow_i32x4((v128_t)x, (v128_t)x), narrow = wasm_i8x16_narrow_i16x8(middle, middle);
     vector8 low;
     memcpy(&low, &narrow, sizeof low);
     return low;

@@ -14,8 +14,13 @@
 #endif
 #endif
 
-#ifdef __SSE2__
+#if defined(__SSE2__)
 #include <immintrin.h>
+#elif defined(__wasm_simd128__)
+#include <wasm_simd128.h>
+#elif defined(__aarch64__) && defined(__ARM_NEON)
+#include <arm_neon.h>
+#define ARM_VECTORS
 #endif
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
@@ -27,6 +32,12 @@
 #elif defined(__AVX2__)
 #define LANES 8
 #define ROWS 6
+#elif defined(__wasm_simd128__)
+#define LANES 4
+#define ROWS 4 /* engines have 16 registers on most machines, and need some of them */
+#elif defined(ARM_VECTORS)
+#define LANES 4
+#define ROWS 12
 #else
 #define LANES 4
 #define ROWS 6
@@ -36,14 +47,23 @@
 
 /* Operands of a product: left queries, probabilities and activations, right keys, values and weights. A group of GROUP operands
  * fills a lane. */
-#if (defined(__AVX512BW__) && defined(__AVX512VNNI__)) || (!defined(__AVX512BW__) && defined(__AVXVNNI__))
+#if (defined(__AVX512BW__) && defined(__AVX512VNNI__)) || (!defined(__AVX512BW__) && defined(__AVXVNNI__)) || \
+    (defined(ARM_VECTORS) && defined(__ARM_FEATURE_MATMUL_INT8))
 typedef uint8_t left_operand;
 typedef int8_t right_operand;
 #define SHIFTED 128 /* added to signed left operands, which makes them unsigned; taken out of the sums by `begin` */
+#elif defined(ARM_VECTORS) && defined(__ARM_FEATURE_DOTPROD)
+typedef int8_t left_operand;
+typedef int8_t right_operand;
+#define SHIFTED 0
+#define LOWERED 128 /* subtracted from unsigned left operands, which makes them signed; added to the sums where `lowered` */
 #else
 typedef int16_t left_operand;
 typedef int16_t right_operand;
 #define SHIFTED 0
+#endif
+#ifndef LOWERED
+#define LOWERED 0
 #endif
 #define GROUP ((int)(4 / sizeof(left_operand)))
 
@@ -83,6 +103,12 @@ INLINE vector high_product(vector a, vector b) {
     __m256i even = _mm256_mul_epi32((__m256i)a, (__m256i)b);
     __m256i odd = _mm256_mul_epi32(_mm256_srli_epi64((__m256i)a, 32), _mm256_srli_epi64((__m256i)b, 32));
     return (vector)_mm256_blend_epi32(_mm256_shuffle_epi32(even, 0xF5), odd, 0xAA);
+#elif defined(__wasm_simd128__)
+    const v128_t first = wasm_i64x2_extmul_low_i32x4((v128_t)a, (v128_t)b);
+    return (vector)wasm_i32x4_shuffle(first, wasm_i64x2_extmul_high_i32x4((v128_t)a, (v128_t)b), 1, 3, 5, 7);
+#elif defined(ARM_VECTORS)
+    const int64x2_t first = vmull_s32(vget_low_s32((int32x4_t)a), vget_low_s32((int32x4_t)b));
+    return (vector)vuzp2q_s32((int32x4_t)first, (int32x4_t)vmull_high_s32((int32x4_t)a, (int32x4_t)b));
 #else
     vector high;
     for (int lane = 0; lane < LANES; lane++) high[lane] = (int32_t)((int64_t)a[lane] * b[lane] >> 32);
@@ -102,6 +128,15 @@ INLINE vector rounded_product(vector a, vector b) {
     __m256i even = _mm256_add_epi64(_mm256_mul_epi32((__m256i)a, (__m256i)b), half);
     __m256i odd = _mm256_mul_epi32(_mm256_srli_epi64((__m256i)a, 32), _mm256_srli_epi64((__m256i)b, 32));
     return (vector)_mm256_blend_epi32(_mm256_shuffle_epi32(even, 0xF5), _mm256_add_epi64(odd, half), 0xAA);
+#elif defined(__wasm_simd128__)
+    const v128_t half = wasm_i64x2_splat(1LL << 31);
+    const v128_t first = wasm_i64x2_add(wasm_i64x2_extmul_low_i32x4((v128_t)a, (v128_t)b), half);
+    const v128_t second = wasm_i64x2_add(wasm_i64x2_extmul_high_i32x4((v128_t)a, (v128_t)b), half);
+    return (vector)wasm_i32x4_shuffle(first, second, 1, 3, 5, 7);
+#elif defined(ARM_VECTORS)
+    const int64x2_t half = vdupq_n_s64(1LL << 31);
+    const int64x2_t first = vmlal_s32(half, vget_low_s32((int32x4_t)a), vget_low_s32((int32x4_t)b));
+    return (vector)vuzp2q_s32((int32x4_t)first, (int32x4_t)vmlal_high_s32(half, (int32x4_t)a, (int32x4_t)b));
 #else
     vector high;
     for (int lane = 0; lane < LANES; lane++) high[lane] = (int32_t)multiply_round(a[lane], b[lane], 32);
@@ -178,6 +213,10 @@ INLINE vector smaller(vector a, vector b) {
     return (vector)_mm512_min_epi32((__m512i)a, (__m512i)b);
 #elif defined(__AVX2__)
     return (vector)_mm256_min_epi32((__m256i)a, (__m256i)b);
+#elif defined(__wasm_simd128__)
+    return (vector)wasm_i32x4_min((v128_t)a, (v128_t)b);
+#elif defined(ARM_VECTORS)
+    return (vector)vminq_s32((int32x4_t)a, (int32x4_t)b);
 #else
     const vector first = a < b;
     return (a & first) | (b & ~first);
@@ -211,6 +250,15 @@ INLINE vector add_products(vector sum, vector a, vector b) {
     return sum + (vector)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #elif defined(__SSE2__)
     return sum + (vector)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#elif defined(__wasm_simd128__)
+    return (vector)wasm_i32x4_add((v128_t)sum, wasm_i32x4_dot_i16x8((v128_t)a, (v128_t)b));
+#elif defined(ARM_VECTORS) && defined(__ARM_FEATURE_MATMUL_INT8)
+    return (vector)vusdotq_s32((int32x4_t)sum, (uint8x16_t)a, (int8x16_t)b);
+#elif defined(ARM_VECTORS) && defined(__ARM_FEATURE_DOTPROD)
+    return (vector)vdotq_s32((int32x4_t)sum, (int8x16_t)a, (int8x16_t)b);
+#elif defined(ARM_VECTORS)
+    const int32x4_t first = vmull_s16(vget_low_s16((int16x8_t)a), vget_low_s16((int16x8_t)b));
+    return sum + (vector)vpaddq_s32(first, vmull_high_s16((int16x8_t)a, (int16x8_t)b));
 #else
     return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
 #endif
@@ -226,6 +274,7 @@ typedef struct {
     int64_t a_stride, c_stride, depth;
     int add, narrow;
     const int32_t *begin;
+    int lowered; /* whether a was lowered by LOWERED */
 } product;
 
 INLINE void tile_rows(const int rows, const int narrow, const product *by) {
@@ -234,12 +283,22 @@ INLINE void tile_rows(const int rows, const int narrow, const product *by) {
     int32_t *c = by->c;
     const int64_t a_stride = by->a_stride, c_stride = by->c_stride, depth = by->depth;
     vector low[ROWS], high[ROWS];
-    const vector begin_low = by->begin ? *(const vector *)by->begin : (vector){0};
-    const vector begin_high = by->begin ? *(const vector *)(by->begin + LANES) : (vector){0};
+    vector begin_low = by->begin ? *(const vector *)by->begin : (vector){0};
+    vector begin_high = by->begin ? *(const vector *)(by->begin + LANES) : (vector){0};
+    if (LOWERED && by->lowered) {
+        for (int64_t k = 0; k < depth; k += GROUP) { /* half of it, which fits the operand */
+            begin_low = add_products(begin_low, all_lanes(0x40404040), *(const vector *)(b + k * WIDTH));
+            begin_high = add_products(begin_high, all_lanes(0x40404040), *(const vector *)(b + k * WIDTH + GROUP * LANES));
+        }
+        begin_low *= 2;
+        begin_high *= 2;
+    }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
-        low[r] = by->add ? *(const vector *)(c + r * c_stride) : begin_low;
-        high[r] = by->add && !narrow ? *(const vector *)(c + r * c_stride + LANES) : begin_high;
+        low[r] = begin_low;
+        high[r] = begin_high;
+        if (by->add) low[r] = *(const vector *)(c + r * c_stride) + (LOWERED ? begin_low : (vector){0});
+        if (by->add && !narrow) high[r] = *(const vector *)(c + r * c_stride + LANES) + (LOWERED ? begin_high : (vector){0});
     }
     for (int64_t k = 0; k < depth; k += GROUP) {
         vector b_low = *(const vector *)(b + k * WIDTH), b_high = *(const vector *)(b + k * WIDTH + GROUP * LANES);
@@ -264,7 +323,10 @@ static void tile_few(int rows, const product *by) {
         if (by->narrow) tile_rows(n, 1, by); \
         else tile_rows(n, 0, by); \
         break;
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+        CASE(1) CASE(2) CASE(3) CASE(4)
+#if ROWS > 4
+        CASE(5) CASE(6)
+#endif
 #if ROWS > 6
         CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #endif

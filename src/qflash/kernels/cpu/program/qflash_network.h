@@ -24,12 +24,16 @@ typedef struct {
 } qflash_tensor;
 
 /* What functions return: 0, or what went wrong. */
-enum { QFLASH_OK, QFLASH_NO_MEMORY, QFLASH_NO_FILE, QFLASH_NO_NETWORK, QFLASH_DAMAGED };
+enum { QFLASH_OK, QFLASH_NO_MEMORY, QFLASH_NO_FILE, QFLASH_NO_NETWORK, QFLASH_DAMAGED, QFLASH_UNALIGNED };
 
 const char *qflash_message(int failed);
 
 /* Reads a file, packs weights for this CPU and reserves all memory but what layers need for a moment. */
 int qflash_open(const char *path, qflash_network **network);
+
+/* The same of a file that is in memory, at a multiple of 64 bytes. It is used where it is, until qflash_close. */
+int qflash_open_memory(const void *file, int64_t bytes, qflash_network **network);
+
 void qflash_close(qflash_network *network);
 
 /* (images, channels, height, width), for which the network was exported. */

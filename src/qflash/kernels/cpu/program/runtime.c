@@ -48,9 +48,9 @@ struct qflash_network {
 const char *qflash_message(int failed) {
     static const char *const messages[] = {
         "no error", "not enough memory", "the file cannot be read", "the file is no network of qflash.export_c",
-        "the file is damaged",
+        "the file is damaged", "the memory does not begin at a multiple of 64 bytes",
     };
-    return failed < 0 || failed > QFLASH_DAMAGED ? "unknown error" : messages[failed];
+    return failed < 0 || failed > QFLASH_UNALIGNED ? "unknown error" : messages[failed];
 }
 
 static int64_t lines(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
@@ -93,7 +93,7 @@ static const int64_t *next_words(const int64_t **at, const int64_t *end, int64_t
 
 /* Reads the calls; pointers are (region, place): 0 a constant, 1 the arena, -1 NULL. */
 static int read_calls(
-    qflash_network *x, const int64_t **at, const int64_t *end, char *constants, int64_t constant_bytes, int64_t arena_bytes,
+    qflash_network *x, const int64_t **at, const int64_t *end, const char *constants, int64_t constant_bytes, int64_t arena_bytes,
     int64_t *numbers, int64_t *pointer_counts
 ) {
     for (int64_t i = 0; i < x->calls; i++) {
@@ -107,7 +107,7 @@ static int read_calls(
         for (int64_t p = 0; p < head[1]; p++) {
             const int64_t region = pointers[2 * p], place = pointers[2 * p + 1];
             const int64_t bytes = region ? arena_bytes : constant_bytes;
-            char *address = region < 0 ? NULL : (region ? x->arena : constants) + place;
+            const char *address = region < 0 ? NULL : (region ? x->arena : constants) + place;
             if (region > 1 || region < -1 || (region >= 0 && (place < 0 || place > bytes))) return QFLASH_DAMAGED;
             memcpy(to + p * (int64_t)sizeof(void *), &address, sizeof address);
         }
@@ -148,7 +148,7 @@ static int pack_weights(qflash_network *x, const int64_t *numbers, const int64_t
 }
 
 /* The file: magic, header words, outputs, calls, constants at a multiple of LINE, checksum. */
-static int parse(qflash_network *x, char *begin, int64_t bytes) {
+static int parse(qflash_network *x, const char *begin, int64_t bytes) {
     if (bytes < 8 + 8 * HEADER_WORDS || memcmp(begin, MAGIC, 8)) return QFLASH_NO_NETWORK;
     uint64_t sum;
     memcpy(&sum, begin + bytes - 8, 8);
@@ -194,16 +194,25 @@ static int parse(qflash_network *x, char *begin, int64_t bytes) {
     return failed;
 }
 
-int qflash_open(const char *path, qflash_network **network) {
-    qflash_network *x = calloc(1, sizeof *x);
+int qflash_open_memory(const void *memory, int64_t bytes, qflash_network **network) {
     *network = NULL;
+    if ((intptr_t)memory % LINE) return QFLASH_UNALIGNED;
+    qflash_network *x = calloc(1, sizeof *x);
     if (!x) return QFLASH_NO_MEMORY;
-    char *begin = NULL;
-    int64_t bytes = 0;
-    int failed = read_file(path, &x->file, &begin, &bytes);
-    if (!failed) failed = parse(x, begin, bytes);
+    const int failed = parse(x, memory, bytes);
     if (failed) qflash_close(x);
     else *network = x;
+    return failed;
+}
+
+int qflash_open(const char *path, qflash_network **network) {
+    char *memory = NULL, *begin = NULL;
+    int64_t bytes = 0;
+    *network = NULL;
+    int failed = read_file(path, &memory, &begin, &bytes);
+    if (!failed) failed = qflash_open_memory(begin, bytes, network);
+    if (failed) free(memory);
+    else (*network)->file = memory;
     return failed;
 }
 

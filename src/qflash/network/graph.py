@@ -288,12 +288,13 @@ class IntegerNetwork(IntegerModule):
 
     def export_onnx(
         self, path: str | os.PathLike[str], *, batch: int | str = "dynamic", external_data_threshold: int = 2_000_000_000,
-        inline: bool = False,
+        inline: bool = False, int64: bool = True,
     ) -> None:  # fmt: skip
         """Write the network as ONNX with integer operators only; see :func:`qflash.export_onnx`."""
         from .onnx_export import export_onnx
 
-        export_onnx(self, path, batch=batch, external_data_threshold=external_data_threshold, inline=inline)
+        options: dict[str, Any] = {"external_data_threshold": external_data_threshold, "inline": inline, "int64": int64}
+        export_onnx(self, path, batch=batch, **options)
 
     def export_tosa(self, path: str | os.PathLike[str], *, batch: int = 1) -> dict[str, Mapping[str, int]]:
         """Write the network as a TOSA graph of the integer profile; see :func:`qflash.export_tosa`."""

@@ -409,12 +409,18 @@ class IntegerNetwork(IntegerModule):
 
     def export_onnx(
         self, path: str | os.PathLike[str], *, batch: int | str = "dynamic", external_data_threshold: int = 2_000_000_000,
-        inline: bool = False, size: int | Sequence[int] | None = None,
+        inline: bool = False, size: int | Sequence[int] | None = None, int64: bool = True,
     ) -> None:  # fmt: skip
         """Write the network as ONNX with integer operators only; see :func:`qflash.export_onnx`."""
         from .onnx_export import export_onnx
 
-        export_onnx(self, path, batch=batch, external_data_threshold=external_data_threshold, inline=inline, size=size)
+        options: dict[str, Any] = {
+            "external_data_threshold": external_data_threshold,
+            "inline": inline,
+            "int64": int64,
+            "size": size,
+        }
+        export_onnx(self, path, batch=batch, **options)
 
     def export_tosa(
         self, path: str | os.PathLike[str], *, batch: int = 1, size: int | Sequence[int] | None = None

@@ -37,6 +37,7 @@ def export_onnx(
     external_data_threshold: int = EXTERNAL_DATA_THRESHOLD,
     inline: bool = False,
     size: int | Sequence[int] | None = None,
+    int64: bool = True,
 ) -> None:
     """Write a network as an ONNX model from uint8 images to int32 logits whose every operator and tensor is integer.
 
@@ -55,13 +56,16 @@ def export_onnx(
             the file holds (domain ``qflash``); OpenVINO knows no functions.
         size: of the images, of a network with several; the first of ``network.image_sizes`` if None. A file is
             of one size.
+        int64: False computes in 32 bits alone, in operators that are exact in OpenVINO's CPU plugin as well; only shapes, axes
+            and ids of tokens are int64.
 
     Raises:
         ImportError: the package ``onnx`` is not installed.
         TypeError: an argument is of another type.
         ValueError: ``batch`` or ``external_data_threshold`` is not in its range, or the network's recipe of attention has no
             form in ONNX: that needs ``normalization="two_pass"``, ``output="accumulator"`` and 7 or 8 ``probability_bits``; or
-            attention has more than 65536 keys.
+            attention has more than 65536 keys; or, without ``int64``, a node is kept in floating point.
+        OverflowError: without ``int64``, a number has no form in 32 bits; the message names the node.
         OSError: the file cannot be written.
     """
     from ..optional_packages import require_packages
@@ -69,7 +73,7 @@ def export_onnx(
     check_network(network)
     network = network if size is None else network.at(size)
     check_path(path)
-    check_flags(inline=inline)
+    check_flags(inline=inline, int64=int64)
     batch = unboxed(batch)
     if isinstance(batch, bool) or not isinstance(batch, (int, str)):
         raise TypeError(f"batch must be 'dynamic' or an integer, got {type(batch).__name__}")
@@ -81,6 +85,8 @@ def export_onnx(
     if not 0 <= threshold <= EXTERNAL_DATA_THRESHOLD:
         raise ValueError(f"external_data_threshold must be from 0 to {EXTERNAL_DATA_THRESHOLD}, got {threshold}")
     check_attention(network, "ONNX")
+    if not int64 and (floats := network.float_parts()):
+        raise ValueError(f"nodes in floating point cannot be written without 64 bits: {', '.join(floats)}")
     require_packages("export_onnx", "onnx")
 
     import numpy as np
@@ -88,9 +94,10 @@ def export_onnx(
     from .. import __version__
     from .onnx_functions import add_functions
     from .onnx_graph import Graph, Value
+    from .onnx_narrow import NarrowGraph
     from .onnx_operators import whole_network
 
-    graph = Graph()
+    graph = Graph() if int64 else NarrowGraph()
     ids = takes_ids(network.image)
     images = Value(IDS if ids else INPUT, np.dtype(np.int64 if ids else np.uint8))
     count = BATCH if batch == "dynamic" else batch

@@ -67,7 +67,15 @@ Operand = Value | int | np.ndarray | torch.Tensor
 
 
 class Graph:
-    """Nodes and constants of an ONNX graph under construction."""
+    """Nodes and constants of an ONNX graph under construction.
+
+    Attributes:
+        wide: the type of numbers of more than 32 bits.
+        spans: operators of the network.
+        tables: names of constants that belong to what an operator computes.
+    """
+
+    wide: Any = np.int64
 
     def __init__(self) -> None:
         self._nodes: list[onnx.NodeProto] = []
@@ -215,15 +223,94 @@ class Graph:
         part = self.cast(self.shift_right(x, shift - 1, bound, before), np.int64)
         return self.shift_right(part, 1, (bound >> (shift - 1)) + 1, 1, after)
 
-    def multiply_round(self, x: Value, y: Operand, shift: int = 32) -> Value:
+    def multiply_round(self, x: Value, y: Operand, shift: int = 32, name: str = "constant") -> Value:
         """Return :func:`qflash.specification.fixed_point.multiply_round` as int64, for results that fit int32.
 
         Args:
             x, y: int32 or int64, whose product is below ``2**62`` in magnitude.
-            shift: 1 to 32.
+            shift: 1 to 32, or more of constants in :class:`.onnx_narrow.NarrowGraph`.
+            name: of y if it is constant.
         """
+        if not isinstance(y, Value):
+            y = self.constant(y, np.int64, name)
         product = self.cast(self.add(self.multiply(x, y, np.int64), 1 << (shift - 1)), np.uint64)
         return self.cast(self.cast(self.shift_unsigned(product, shift), np.int32), np.int64)
+
+    def multiply_known(self, x: Value, y: Value, low: int, high: int) -> Value:
+        """Multiply int32 to a product of which the caller knows that it is within these ends."""
+        return self.multiply(x, y, self.wide)
+
+    def shift_positive(self, x: Value, shift: int | np.ndarray, dtype: Any = np.int32) -> Value:
+        """Shift int32 that is not negative to the right, and change its type."""
+        by = self.constant(shift, np.uint32, "shift")
+        return self.cast(self.shift_unsigned(self.cast(x, np.uint32), by), dtype)
+
+    def times_power(self, x: Value, powers: np.ndarray, index: Value) -> Value:
+        """Return ``floor(x 2**powers[index])`` of int32, which int32 holds; powers of at most 24."""
+        raised = self.cast(self.multiply(x, 1 << 24, np.int64), np.uint64)
+        fall = self.gather(self.table(24 - powers, np.uint64, "of_bit_length"), index)
+        return self.cast(self.shift_unsigned(raised, fall), np.int32)
+
+    def multiply_shift(self, x: Value, y: Value, shift: np.ndarray, after: int) -> Value:
+        """Return ``round_shift(multiply_high(x, y), shift) + after``; see :mod:`qflash.specification.fixed_point`.
+
+        Args:
+            x, y: int32 or int64, whose product is below ``2**60`` in magnitude.
+            shift: for each channel, 0 to 31.
+            after: constant.
+        """
+        # both roundings down are one; a shift of 0 has no half
+        half = np.where(shift > 0, np.left_shift(np.int64(1), 31 + shift), 0)
+        product = self.multiply(x, y)
+        return self.shift_right(product, 32 + shift, (1 << 60) + int(half.max()), half, after)
+
+    def affine(
+        self, x: Value, bound: np.ndarray | int, factor: Any, offset: Any, shift: int, after: int = 0,
+        limits: tuple[int, int] | None = None,
+    ) -> Value:  # fmt: skip
+        """Return ``((x factor + offset) >> shift) + after``.
+
+        Args:
+            x: int32 or int64.
+            bound: of its magnitude; for each channel, or for all.
+            factor, offset: whole numbers, for each channel or for all.
+            shift: at least 32.
+            after: constant.
+            limits: ends that the result without ``after`` saturates at, here or later.
+        """
+        # Python's integers: bounds of untrained networks may be beyond 64 bits
+        parts = np.broadcast_arrays(*(np.asarray(each).astype(object) for each in (bound, factor, offset)))
+        most = int((parts[0] * abs(parts[1]) + abs(parts[2])).max())
+        product = self.multiply(x, self.constant(np.asarray(factor), np.int64, "multiplier"), np.int64)
+        return self.shift_right(product, shift, most, np.asarray(offset, dtype=np.int64), after)
+
+    def affine_rounded(
+        self, x: Value, bound: int, factor: Any, offset: Any, shift: int, after: int = 0, name: str = "multiplier"
+    ) -> Value:
+        """Return :meth:`affine` rounded half up.
+
+        Args:
+            x, factor, offset, shift, after: see there.
+            bound: of ``x factor + offset``, at most ``2**63 - 2``.
+            name: of the factors.
+        """
+        product = self.multiply(x, self.constant(np.asarray(factor), np.int64, name), np.int64)
+        return self.round_shift(product, shift, bound, offset, after)
+
+    def known(self, x: Value, low: int, high: int) -> Value:
+        """Return x, of which the caller knows its ends; :class:`.onnx_narrow.NarrowGraph` needs them."""
+        return x
+
+    def total(self, x: Value, axis: int, count: int, keep: bool = True) -> Value:
+        """Return the sum over an axis.
+
+        Args:
+            x: whose sums fit its type.
+            axis: which.
+            count: of its elements.
+            keep: whether it stays, with size 1.
+        """
+        return self.node("ReduceSum", x, self.constant([axis], np.int64), keepdims=int(keep))
 
     def bit_length(self, x: Value, most: int) -> Value:
         """Return the bit length of ``0 <= x < 2**most`` as int32: how many powers of two are not above it.
@@ -302,13 +389,18 @@ class Graph:
         unsigned = self.cast(self.constant(x, np.int8, name), np.uint8)
         return self.node("BitwiseXor", unsigned, self.constant(ZERO_POINT, np.uint8))
 
-    def matmul(self, x: Value, y: Value, x_zero: int = ZERO_POINT, y_zero: int = ZERO_POINT) -> Value:
+    def matmul(
+        self, x: Value, y: Value, x_zero: int = ZERO_POINT, y_zero: int = ZERO_POINT, *, inner: int,
+        weight: np.ndarray | None = None,
+    ) -> Value:  # fmt: skip
         """Multiply matrices less their zero points: int32, exact.
 
         Args:
             x, y: uint8. Not one uint8 and one int8: on x86 processors without VNNI onnxruntime adds pairs of such products in
                 16 bits, which saturate. uint8 by uint8 was exact wherever it was run (docs/onnx.md).
             x_zero, y_zero: their zero points.
+            inner: how many products are added up.
+            weight: int8, what y is where it is constant.
         """
         zeros = (self.constant(zero, np.uint8) for zero in (x_zero, y_zero))
         return self.node("MatMulInteger", x, y, *zeros, dtype=np.int32)

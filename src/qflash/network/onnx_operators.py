@@ -8,6 +8,7 @@ stream is int32 clipped to int16, because onnxruntime adds no int16.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ from .modules import (
 )
 from .onnx_float_parts import float_node
 from .onnx_graph import ZERO_POINT, Graph, Value
+from .onnx_narrow import NarrowGraph
 from .onnx_rescale import after_of, rescale, saturated
 
 Shape = tuple[int, ...]
@@ -46,25 +48,40 @@ def _array(x: torch.Tensor) -> np.ndarray:
     return x.detach().cpu().numpy()
 
 
-def _wide_product(graph: Graph, x: Value, weight: Value) -> Value:
+def _wide_product(graph: Graph, x: Value, weight: Value, numbers: np.ndarray) -> Value:
     """Return the product of int32 of int16's range and weights of :meth:`Graph.weight`, by upper and lower eight bits."""
-    positive = graph.add(x, 1 << 15)
-    high = graph.cast(graph.shift_unsigned(graph.cast(positive, np.uint32), 8), np.int32)
-    low = graph.subtract(positive, graph.multiply(high, 256))
+    positive = graph.add(graph.known(x, *op.INT16), 1 << 15)
+    high = graph.shift_positive(positive, 8)
+    low = graph.known(graph.subtract(positive, graph.multiply(high, 256)), 0, 255)
     high, low = graph.cast(high, np.uint8), graph.cast(low, np.uint8)
-    return graph.add(graph.multiply(graph.matmul(high, weight), 256), graph.matmul(low, weight, x_zero=0))
+    sums = [
+        graph.matmul(part, weight, x_zero=zero, inner=len(numbers), weight=numbers)
+        for part, zero in ((high, ZERO_POINT), (low, 0))
+    ]
+    return graph.add(graph.multiply(sums[0], 256), sums[1])
 
 
 def linear(graph: Graph, module: Linear, x: Value, residual: Value | None = None) -> Value:
     """Write a :class:`.modules.Linear`, or a kind of it; arguments as its ``forward`` has them."""
-    weight = graph.weight(module.weight.mT, "weight")
-    sums = _wide_product(graph, x, weight) if isinstance(module, WideLinear) else graph.matmul(x, weight)
+    weight, numbers = graph.weight(module.weight.mT, "weight"), _array(module.weight.mT)
+    if isinstance(module, WideLinear):
+        sums = _wide_product(graph, x, weight, numbers)
+    else:
+        sums = graph.matmul(x, weight, inner=len(numbers), weight=numbers)
     bound = _array(module.weight.to(torch.int64).abs().sum(dim=1) * module.largest_input)
     change = bound, module.left, module.bias, module.multiplier
     if isinstance(module, LinearActivation):
-        return _activated(graph, module.activated, rescale(graph, sums, *change))
-    out = rescale(graph, sums, *change, after_of(module.dtype))
-    return saturated(graph, out if residual is None else graph.add(out, residual, np.int32), module.dtype)
+        limits = -op.TAIL_END, op.ACTIVATION_LIMIT
+        return _activated(graph, module.activated, rescale(graph, sums, *change, limits=limits))
+    if residual is None:
+        return saturated(graph, rescale(graph, sums, *change, after_of(module.dtype), _limits(module.dtype)), module.dtype)
+    # beyond twice int16's range a sum saturates whatever the residual
+    out = rescale(graph, sums, *change, limits=(2 * op.INT16[0], 2 * op.INT16[1] + 1))
+    return saturated(graph, graph.add(out, graph.known(residual, *op.INT16), np.int32), module.dtype)
+
+
+def _limits(dtype: torch.dtype) -> tuple[int, int] | None:
+    return None if dtype == torch.int32 else op.LIMITS[dtype]
 
 
 def _activated(graph: Graph, by: op.Activation, u: Value) -> Value:
@@ -82,12 +99,14 @@ _VARIANCE_BITS = 47
 
 def _inverse_root(graph: Graph, v: Value) -> Value:
     """Write :func:`.layers.inverse_root`."""
-    x = graph.subtract(graph.constant(op.ROOT_START, np.int64), graph.multiply_round(v, op.ROOT_SLOPE, 30))
+    # x is within 8.6 %, so it and the error are within these ends
+    ends = (1 << 29) - (1 << 26), (1 << 30) + 64
+    x = graph.subtract(graph.constant(op.ROOT_START, graph.wide), graph.multiply_round(v, op.ROOT_SLOPE, 30))
     for _ in range(3):
-        square = graph.multiply_round(x, x, 30)
-        error = graph.subtract(graph.constant(1 << 28, np.int64), graph.multiply_round(square, v, 30))
-        x = graph.add(x, graph.multiply_round(x, error, 29))
-    return x
+        square = graph.multiply_round(graph.known(x, *ends), x, 30)
+        error = graph.subtract(graph.constant(1 << 28, graph.wide), graph.multiply_round(square, v, 30))
+        x = graph.add(x, graph.multiply_round(x, graph.known(error, -(1 << 26), 1 << 26), 29))
+    return graph.known(x, *ends)
 
 
 def _normalise(graph: Graph, h: Value, channels: int, epsilon: int, centred: bool) -> Value:
@@ -121,23 +140,85 @@ def _normalise(graph: Graph, h: Value, channels: int, epsilon: int, centred: boo
     return graph.multiply_round(graph.shift_right(raised, 5, (1 << 36) - 32, 16), factor)
 
 
+def _narrow_normalise(graph: NarrowGraph, h: Value, channels: int, epsilon: int, centred: bool) -> Value:
+    """Write :func:`.layers.normalise` without 64 bits: squares are sums of products of 10 bits, the variance has two parts."""
+    by = op.row_constants(channels)
+    difference = graph.multiply(graph.known(h, *op.INT16), 4)
+    if centred:
+        total = graph.total(h, -1, channels)
+        middle = graph.multiply_round(total, by.inverse, by.bits)
+        difference = graph.subtract(difference, graph.known(middle, -(1 << 17), 1 << 17))
+    upper, lower = graph.halves(difference, 9)
+    squares, mixed, rest = (
+        graph.total(graph.multiply(*pair), -1, channels) for pair in ((upper, upper), (upper, lower), (lower, lower))
+    )
+    # V = squares 2**18 + mixed 2**10 + rest + epsilon = high 2**18 + low
+    over, under = graph.halves(mixed, 8, centred=False)
+    low = graph.add(graph.add(graph.multiply(under, 1 << 10), rest), epsilon & ((1 << 18) - 1))
+    carry, low = graph.halves(graph.known(low, 0, (1 << 31) - 1), 18, centred=False)
+    high = graph.add(graph.add(graph.add(squares, over), epsilon >> 18), carry)
+    graph.known(high, 0, (1 << 29) - 1)
+    # the bit length of V is that of its high part and 18, or that of its low part
+    large = graph.bit_length(high, 29)
+    large = graph.add(large, graph.multiply(graph.minimum(large, 1), 18))
+    bits = graph.maximum(large, graph.bit_length(low, 18))
+
+    half = (np.arange(_VARIANCE_BITS + 1, dtype=np.int64) - 29) >> 1
+    # of a length of 18 and less the high part is 0, and with it its factor
+    lift = np.where(18 - 2 * half < 31, np.int64(1) << np.minimum(18 - 2 * half, 30), 0)
+
+    def of_bits(table: np.ndarray) -> Value:
+        return graph.gather(graph.table(table, np.int32, "of_bit_length"), bits)
+
+    # shifted to 29 or 30 bits
+    part = graph.multiply_known(high, of_bits(lift), 0, (1 << 30) - 1)
+    last = graph.divide(low, of_bits(np.int64(1) << np.maximum(2 * half, 0)))
+    last = graph.multiply_known(last, of_bits(np.int64(1) << np.minimum(np.maximum(-2 * half, 0), 30)), 0, (1 << 30) - 1)
+    v = graph.known(graph.wrap("Add", part, last), 0, (1 << 30) - 1)
+    factor = graph.multiply_round(_inverse_root(graph, graph.maximum(v, 1 << 28)), by.root, 30)
+    graph.known(factor, (1 << 28) - 64, 1 << 30)
+    difference = graph.multiply(h, channels)
+    if centred:
+        difference = graph.known(graph.subtract(difference, total), -(1 << 28), 1 << 28)
+    # lengths that a variance has
+    left = np.clip(8 - half - by.shift, -5, 25)
+    # |d| <= channels sqrt(V) / 4, and V < 2**(30 + 2 half)
+    most = (channels << (21 - by.shift)) + 1
+    scaled = graph.multiply_known(difference, of_bits(np.int64(1) << np.maximum(left, 0)), -most, most)
+    # the largest variance: rows of both ends, and the mean's rounding
+    longest = min((channels * ((1 << 34) + 4) + epsilon).bit_length(), _VARIANCE_BITS)
+    if left[longest] < 0:
+        right = np.maximum(-left, 0)
+        upper, lower = graph.halves(scaled, 8, centred=False)
+        upper = graph.wrap("Mul", upper, of_bits(np.int64(1) << (8 - right)))
+        lower = graph.divide(graph.add(lower, of_bits((np.int64(1) << right) >> 1)), of_bits(np.int64(1) << right))
+        scaled = graph.known(graph.wrap("Add", upper, lower), -most, most)
+    n = graph.multiply_round(scaled, factor)
+    # at most sqrt(channels) in 1 / 2**20, and its rounding
+    most = min(op.most_normalised(centred), math.isqrt(channels << 40) + 4096)
+    return graph.known(n, -most, most)
+
+
 def layer_norm(graph: Graph, module: LayerNorm, h: Value, residual: Value | None = None) -> Value:
     """Write a :class:`.modules.LayerNorm`; h and the residual are int32 of int16's range."""
     gain, offset = _array(module.gain).astype(np.int64), _array(module.offset).astype(np.int64)
-    n = _normalise(graph, h, gain.size, module.epsilon, module.centred)
+    normalise: Any = _narrow_normalise if isinstance(graph, NarrowGraph) else _normalise
+    n = normalise(graph, h, gain.size, module.epsilon, module.centred)
     # both roundings down, of the product and of what follows, are one of their sum
-    product = graph.multiply(n, graph.constant(gain, np.int64, "gain"), np.int64)
     bound = int(np.abs(gain).max()) * op.most_normalised(module.centred) + ((int(np.abs(offset).max()) + 1) << 28)
-    out = graph.round_shift(product, 28 + module.shift, bound, (offset << 28) + (1 << 27), after_of(module.dtype))
-    return saturated(graph, out if residual is None else graph.add(out, residual, np.int64), module.dtype)
+    plus = (offset << 28) + (1 << 27), 28 + module.shift, after_of(module.dtype)
+    out = graph.affine_rounded(n, bound, gain, *plus, name="gain")
+    if residual is None:
+        return saturated(graph, out, module.dtype)
+    return saturated(graph, graph.add(out, graph.known(residual, *op.INT16), graph.wide), module.dtype)
 
 
 def mean(graph: Graph, module: Mean, x: Value) -> Value:
     """Write a :class:`.modules.Mean` of int32 (batch, tokens, channels): (batch, channels)."""
-    sums = graph.node("ReduceSum", x, graph.constant([1], np.int64), keepdims=0)
+    sums = graph.total(graph.known(x, *op.INT16), 1, module.tokens, keep=False)
     bound = np.full(module.offset.numel(), module.tokens * 32768)
-    out = rescale(graph, sums, bound, module.left, module.offset, module.multiplier, after_of(module.dtype))
-    return saturated(graph, out, module.dtype)
+    change = module.left, module.offset, module.multiplier, after_of(module.dtype), _limits(module.dtype)
+    return saturated(graph, rescale(graph, sums, bound, *change), module.dtype)
 
 
 def _probability_table(recipe: Recipe, exact: bool) -> np.ndarray:
@@ -185,7 +266,8 @@ def _scores(
     """Return the exponents t, int32 (..., heads, queries, keys), and their fraction bits (heads, 1, 1)."""
     multiplier, fraction_bits = module.score_multiplier()
     offset, _, _ = fp.probability_constants(recipe.exponential, recipe.probability_bits)
-    products = graph.multiply(graph.matmul(query, key), graph.constant(multiplier[0], np.int32, "score_multiplier"))
+    products = graph.matmul(query, key, inner=module.head_dim)
+    products = graph.multiply(products, graph.constant(multiplier[0], np.int32, "score_multiplier"))
     if module.bias is not None:
         drop = (fraction_bits - fp.BIAS_FRACTION_BITS).clamp(min=0)
         fraction_bits = fraction_bits - drop
@@ -194,6 +276,7 @@ def _scores(
             raise ValueError("the bias of attention must be finite to be written as ONNX, got one that masks keys")
         products = graph.shift_right(products, _array(drop[0]), (1 << 30) - 1)
         products = graph.add(products, _window_bias(graph, bias >> (fp.BIAS_FRACTION_BITS - fraction_bits)))
+        graph.known(products, -3 << 28, 3 << 28)
     start = fp.exponent_offset(offset, fraction_bits)[0]
     honest = products
     if visible is not None:
@@ -216,21 +299,23 @@ def _window_bias(graph: Graph, bias: torch.Tensor) -> Value:
 
 def _twice_mean(graph: Graph, value: Value, keys: int) -> Value:
     """Write :func:`qflash.specification.fixed_point.twice_mean` over the keys, int32 (..., heads, 1, channels)."""
-    sums = graph.matmul(graph.table(np.ones((1, keys)), np.uint8, "ones"), value, x_zero=0)
-    wide = graph.multiply(sums, fp.inverse_count(keys) << 3, np.int64)
-    return graph.cast(graph.round_shift(wide, 33, (128 * keys * fp.inverse_count(keys)) << 3), np.int32)
+    sums = graph.matmul(graph.table(np.ones((1, keys)), np.uint8, "ones"), value, x_zero=0, inner=keys)
+    factor = fp.inverse_count(keys) << 3
+    return graph.cast(graph.affine_rounded(sums, 128 * keys * factor, factor, 0, 33), np.int32)
 
 
 def _row_inverse(graph: Graph, denominator: Value) -> tuple[Value, Value]:
-    """Write :func:`qflash.specification.fixed_point.row_inverse` of an int32 that is positive: bits, int32, and x, int64."""
+    """Write :func:`qflash.specification.fixed_point.row_inverse` of an int32 that is positive: bits, int32, and x."""
     bits = graph.bit_length(denominator, 31)
-    powers = graph.table(1 << (31 - np.arange(32, dtype=np.int64)), np.int64, "of_bit_length")
-    divisor = graph.multiply(denominator, graph.gather(powers, bits), np.int64)
-    x = graph.subtract(graph.constant(fp.RECIPROCAL_START, np.int64), graph.multiply_round(divisor, fp.RECIPROCAL_SLOPE))
+    powers = graph.table(1 << np.minimum(31 - np.arange(32, dtype=np.int64), 30), graph.wide, "of_bit_length")
+    divisor = graph.multiply_known(denominator, graph.gather(powers, bits), 1 << 30, (1 << 31) - 1)
+    # x is within 1/17, so it and the error are within these ends
+    ends = (1 << 29) - (1 << 26), (1 << 30) + (1 << 26)
+    x = graph.subtract(graph.constant(fp.RECIPROCAL_START, graph.wide), graph.multiply_round(divisor, fp.RECIPROCAL_SLOPE))
     for _ in range(3):
-        error = graph.subtract(graph.constant(1 << 28, np.int64), graph.multiply_round(divisor, x))
-        x = graph.add(x, graph.multiply_round(x, error, 28))
-    return bits, x
+        error = graph.subtract(graph.constant(1 << 28, graph.wide), graph.multiply_round(divisor, graph.known(x, *ends)))
+        x = graph.add(x, graph.multiply_round(x, graph.known(error, -(1 << 24), 1 << 24), 28))
+    return bits, graph.known(x, 1 << 29, (1 << 30) + 1)
 
 
 def attention(graph: Graph, module: Attention, parts: Sequence[Value], shapes: Sequence[Shape]) -> Value:
@@ -270,20 +355,23 @@ def attention(graph: Graph, module: Attention, parts: Sequence[Value], shapes: S
     last = table.size - 1
     t = graph.minimum(t, graph.constant(((last + 255) >> 8) << fraction_bits, np.int32, "last"))
     up, down = np.maximum(8 - fraction_bits, 0), np.maximum(fraction_bits - 8, 0)
-    t = graph.multiply(t, graph.constant(1 << up, np.int32, "scale")) if up.any() else t
-    index = graph.cast(graph.shift_unsigned(graph.cast(t, np.uint32), graph.constant(down, np.uint32, "shift")), np.int32)
+    octaves = (last + 255) >> 8
+    if up.any():
+        scale = graph.constant(1 << up, np.int32, "scale")
+        t = graph.multiply_known(t, scale, 0, octaves << int(np.max(fraction_bits + up)))
+    index = graph.known(graph.shift_positive(t, down), 0, octaves << 8)
     w = graph.gather(graph.table(table, np.int32 if exact else np.uint8, "probability"), graph.minimum(index, last))
     p = w
     if exact:
-        wide = graph.cast(graph.add(w, 1 << (fp.FINE_BITS - 1)), np.uint32)
-        p = graph.cast(graph.shift_unsigned(wide, fp.FINE_BITS), np.uint8)
-    numerator = graph.matmul(p, value, x_zero=0)
-    denominator = graph.matmul(p, graph.table(np.ones((tokens, 1)), np.uint8, "ones"), x_zero=0, y_zero=0)
+        p = graph.shift_positive(graph.add(w, 1 << (fp.FINE_BITS - 1)), fp.FINE_BITS, np.uint8)
+    numerator = graph.matmul(p, value, x_zero=0, inner=tokens)
+    ones = graph.table(np.ones((tokens, 1)), np.uint8, "ones")
+    denominator = graph.matmul(p, ones, x_zero=0, y_zero=0, inner=tokens)
     if exact:
         rounded = graph.multiply(denominator, 1 << fp.FINE_BITS)
-        total = graph.maximum(graph.reduce("ReduceSum", w, -1), rounded)
-        lost = graph.cast(graph.subtract(total, rounded), np.uint32)
-        missing = graph.cast(graph.shift_unsigned(lost, fp.FINE_BITS + 1), np.int32)
+        total = graph.maximum(graph.total(w, -1, tokens), rounded)
+        lost = graph.known(graph.subtract(total, rounded), 0, tokens << (fp.FINE_BITS - 1))
+        missing = graph.shift_positive(lost, fp.FINE_BITS + 1)
         numerator = graph.add(numerator, graph.multiply(missing, _twice_mean(graph, value, tokens)))
         denominator = total
     out = _finish(graph, module, numerator, denominator, fp.FINE_BITS if exact else 0)
@@ -294,15 +382,11 @@ def _finish(graph: Graph, module: Attention, numerator: Value, denominator: Valu
     """Write :func:`qflash.specification.reference._finish` to int8: uint8 (..., heads, queries, channels)."""
     multiplier, shift = fp.output_multiplier(*(x.view(torch.float32)[0] for x in (module.value_scale, module.output_scale)))
     bits, inverse = _row_inverse(graph, denominator)
-    fall = graph.gather(graph.table(np.maximum(np.arange(32) - fine_bits, 0), np.uint64, "of_bit_length"), bits)
-    raised = graph.cast(graph.multiply(numerator, 1 << 24, np.int64), np.uint64)
-    scaled = graph.cast(graph.shift_unsigned(raised, fall), np.int32)
-    row = graph.multiply_round(inverse, graph.constant(multiplier, np.int64, "output_ratio"))
-    # round_shift by the channel's shift, which may be 0, in one with the high half
-    shifts = _array(shift)
-    half = np.where(shifts > 0, np.left_shift(np.int64(1), 31 + shifts), 0)
-    product = graph.multiply(row, scaled)
-    out = graph.shift_right(product, 32 + shifts, (1 << 60) + int(half.max()), half, ZERO_POINT)
+    scaled = graph.times_power(numerator, 24 - np.maximum(np.arange(32) - fine_bits, 0), bits)
+    # a quotient of int8: at most 127 of the denominator
+    graph.known(scaled, -(1 << 31), 127 << 24)
+    row = graph.multiply_round(inverse, _array(multiplier), name="output_ratio")
+    out = graph.multiply_shift(row, scaled, _array(shift), ZERO_POINT)
     return saturated(graph, out, torch.int8)
 
 

@@ -22,8 +22,9 @@ def after_of(dtype: torch.dtype) -> int:
 
 
 def rescale(
-    graph: Graph, sums: Value, bound: np.ndarray, left: int, bias: torch.Tensor, multiplier: torch.Tensor, after: int = 0
-) -> Value:
+    graph: Graph, sums: Value, bound: np.ndarray, left: int, bias: torch.Tensor, multiplier: torch.Tensor, after: int = 0,
+    limits: tuple[int, int] | None = None,
+) -> Value:  # fmt: skip
     """Return :func:`.layers.rescale` of int32 sums, plus ``after``.
 
     Shift, bias and rounding go into the product: ``((acc << left) + b) R + half`` is ``acc (R << left) + (b R + half)``.
@@ -34,10 +35,8 @@ def rescale(
         bound: of their magnitude, (channels,).
         left, bias, multiplier: see :func:`.layers.rescale`.
         after: added to the result.
+        limits: see :meth:`.onnx_graph.Graph.affine`.
     """
     factor = multiplier.detach().cpu().numpy().astype(np.int64)
-    wide, offset = factor << left, factor * bias.detach().cpu().numpy().astype(np.int64) + (1 << 31)
-    # Python's integers: bounds of untrained networks may be beyond 64 bits
-    most = max(int(a) * int(b) + abs(int(c)) for a, b, c in zip(bound, wide, offset, strict=True))
-    product = graph.multiply(sums, graph.constant(wide, np.int64, "multiplier"), np.int64)
-    return graph.shift_right(product, 32, most, offset, after)
+    offset = factor * bias.detach().cpu().numpy().astype(np.int64) + (1 << 31)
+    return graph.affine(sums, bound, factor << left, offset, 32, after, limits)

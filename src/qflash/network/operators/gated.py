@@ -10,7 +10,7 @@ import torch
 
 from ...backends import find_backend
 from ...specification.gated import GATE_BITS, PRODUCT_SHIFT
-from ...specification.layers import ACTIVATIONS, INT32, LIMITS
+from ...specification.layers import ACTIVATIONS, INT16, INT32, LIMITS
 from ...validation import check_backend, check_tensor
 from .. import activations
 from ..modules import DTYPES, OwnForms, require_lists, require_within
@@ -121,15 +121,14 @@ class Gated(OwnForms):
         return out
 
     def write_onnx(self, graph: Any, inputs: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> Any:
-        gate, value = graph.split(inputs[0], 2)
+        gate, value = graph.split(graph.known(inputs[0], *INT16), 2)
         u = graph.cast(graph.multiply_round(gate, self.gate_multiplier, GATE_BITS), np.int32)
         product = graph.multiply_round(activations.onnx(graph, self.activation, u), value, PRODUCT_SHIFT)
         factor, offset = (x.cpu().numpy().astype(np.int64) for x in (self.multiplier, self.offset))
         # (p + B) R + half a unit is p R + (B R + half)
-        most = int((((1 << 30) + abs(offset)) * factor).max()) + (1 << 31)
         after = 128 if self.dtype == torch.int8 else 0
-        wide = graph.multiply(graph.cast(product, np.int64), factor, np.int64)
-        out = graph.shift_right(wide, 32, most, factor * offset + (1 << 31), after)
+        limits = None if self.dtype == torch.int32 else LIMITS[self.dtype]
+        out = graph.affine(product, 1 << 30, factor, factor * offset + (1 << 31), 32, after, limits)
         if self.dtype == torch.int8:
             return graph.cast(graph.clip(out, 0, 255), np.uint8)
         return graph.cast(out if self.dtype == torch.int32 else graph.clip(out, *LIMITS[self.dtype]), np.int32)

@@ -73,8 +73,8 @@ class Narrow(OwnForms):
         if self.gather is not None:
             h = graph.reshape(graph.take(h, self.gather), 0, self.gather.shape[0], self.offset.numel())
         bound = np.full(self.offset.numel(), 1 << 15)
-        constants = self.left, self.offset, self.multiplier, after_of(self.dtype)
-        return saturated(graph, rescale(graph, h, bound, *constants), self.dtype)
+        constants = self.left, self.offset, self.multiplier, after_of(self.dtype), op.INT8
+        return saturated(graph, rescale(graph, graph.known(h, *op.INT16), bound, *constants), self.dtype)
 
     def write_tosa(self, graph: Any, inputs: Sequence[Any], batch: int) -> Any:
         import numpy as np

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ...backends import find_backend
-from ...specification.layers import INT32, LIMITS
+from ...specification.layers import INT8, INT16, INT32, LIMITS
 from ...specification.rotary import MOST_OFFSET, ONE, unpack_turns
 from ...validation import check_backend, check_tensor
 from ..modules import OwnForms, require_lists, require_within
@@ -157,11 +157,11 @@ class Rotary(OwnForms):
 
     def write_onnx(self, graph: Any, inputs: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> Any:
         tables = [graph.constant(by_token(x), np.int16, "turns") for x in unpack_turns(self.turns)]
-        sums = self.turned_onnx(graph, inputs[0], *tables)
+        sums = self.turned_onnx(graph, graph.known(inputs[0], *INT16), *tables)
+        graph.known(sums, -(1 << 30), 1 << 30)
         factor, offset = (x.cpu().numpy().astype(np.int64) for x in (self.multiplier, self.offset))
         # (sum + B) R + half a unit is sum R + (B R + half)
-        most = int((((1 << 30) + abs(offset)) * factor).max()) + (1 << 31)
-        out = graph.shift_right(graph.multiply(sums, factor, np.int64), 32, most, factor * offset + (1 << 31), 128)
+        out = graph.affine(sums, 1 << 30, factor, factor * offset + (1 << 31), 32, 128, INT8)
         return graph.cast(graph.clip(out, 0, 255), np.uint8)
 
     def write_tosa(self, graph: Any, inputs: Sequence[Any], batch: int) -> Any:

@@ -76,7 +76,7 @@ class Images:
         """Look for them.
 
         Raises:
-            ValueError: there are none, or the file holds something else.
+            ValueError: there are no images, or the file holds something else.
             OSError: it cannot be read.
         """
         require_packages("images", "PIL", "torchvision")

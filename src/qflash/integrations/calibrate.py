@@ -253,7 +253,7 @@ def calibrate(
     Raises:
         TypeError: ``model`` is not a module, or ``forward`` cannot be called.
         ValueError: the model is not patched, patched with ``attention=``, or in training mode; there is no batch, none reached
-            a layer that can have static scales, NaN or infinity turns up, or an argument is none of its choices. The model
+            a layer that can have static scales, NaN or infinity turns up, or an argument is not one of its choices. The model
             then is as it was.
 
     Example::

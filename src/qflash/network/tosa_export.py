@@ -25,7 +25,7 @@ def export_tosa(network: IntegerNetwork, path: str | os.PathLike[str], *, batch:
         batch: images in a batch, at least 1. TOSA's shapes are static.
 
     Returns:
-        how many operators, constants aside, each node became: by the node's name and the operator's.
+        how many operators each node became, without constants: by the node's name and the operator's.
 
     Raises:
         ImportError: the package ``tosa-tools`` is not installed.

@@ -1,7 +1,7 @@
 """Which calls the kernels for Hopper take, and measured rules for how they divide them. They change speed, never a bit.
 
 A number without another note was found on one H200 with Triton 3.6, CUDA-graph replay, medians of nine, all divisions of a
-shape by turns. The data lie in ``benchmarks/archive``:
+shape in alternation. The data lie in ``benchmarks/archive``:
 
 * heads that stay in shared memory, keys read once or twice: ``spans_trial_h200.json``, ``walk_first_h200.json`` and
   ``walk_trial_h200.json``;
@@ -277,7 +277,7 @@ def division(tiles: Tiles, work: Work, heads: int) -> dict[str, int | str]:
         sums = "products"
     # programs that pass from head to head have to know how many blocks a head has
     whole = 0 if splits else blocks - (tail > 0)
-    # tiles of 128 keys a turn; a loop of a single turn is unrolled, and then four tiles do not fit the registers
+    # tiles of 128 keys an iteration; a loop of a single iteration is unrolled, and then four tiles do not fit the registers
     turn = 0 if not twice else 1 if tiles.registers or keys < 512 else 2
     return {
         "WALK": not splits or splits < blocks,

@@ -24,7 +24,10 @@ PAGES = {
     "SECURITY.md": "security.md",
     "examples/README.md": "examples.md",
     "lab/README.md": "lab.md",
-    **{f"benchmarks/archive/{name}.md": f"archive/{name}.md" for name in ("README", "experiments", "faults", "ten_places")},
+    **{
+        f"benchmarks/archive/{name}.md": f"archive/{name}.md"
+        for name in ("README", "experiments", "faults", "related_work", "ten_places")
+    },
 }
 """Where documents outside of docs/ are in the site, both from their root."""
 

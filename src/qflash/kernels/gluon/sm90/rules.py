@@ -48,7 +48,7 @@ STAGE_FLOATS_CROWDED = 2.0
 STAGE_FLOATS_BY_EIGHT = 1.5
 """The same of wide heads by eight warps."""
 NEXT_INT8, NEXT_FLOATS, NEXT_WIDE_FLOATS = 0.3, 0.8, 1.5
-"""What a further head takes a program that passes from head to head, in blocks: others compute meanwhile."""
+"""Cost of moving to the next head, in units of one query block; part of it overlaps with other programs."""
 PASSING_BY_FOUR, PASSING_BY_EIGHT = 1.05, 1.01
 """Factors of a block's time in programs that pass from head to head: they take more registers, which four warps lack."""
 

@@ -79,7 +79,8 @@ def with_links(text: str, source: str) -> tuple[str, set[str]]:
 def on_files(files: Files, config: Any) -> Files:
     """Add pages and linked files."""
     for source, page in PAGES.items():
-        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+        head = "---\nhide: [navigation]\n---\n" if page == "index.md" else ""  # the home page is alone in its tab
+        files.append(File.generated(config, page, content=head + (ROOT / source).read_text(encoding="utf-8")))
     for file in list(files.documentation_pages()):
         _, copied = with_links(file.content_string, repository_path(file.src_uri))
         for name in copied:

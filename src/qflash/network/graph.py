@@ -136,7 +136,7 @@ class IntegerNetwork(IntegerModule):
         return float_nodes(self)
 
     def forward(self, images: torch.Tensor) -> Any:
-        """Classify images.
+        """Compute the outputs for a batch of images, or of texts.
 
         Args:
             images: uint8 (batch, image channels, height, width), RGB, not normalised; or ids, int32 or int64 (batch, tokens),
@@ -267,7 +267,7 @@ class IntegerNetwork(IntegerModule):
             batch: images a call, at least 1.
 
         Raises:
-            TypeError, ValueError: ``batch`` is no such number; on a CPU a node computes outside of the C kernels.
+            TypeError, ValueError: ``batch`` is not such a number; or, on a CPU, a node has no C kernel.
             RuntimeError: there are no C kernels on this machine.
 
         Example::

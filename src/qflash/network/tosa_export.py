@@ -21,7 +21,7 @@ def export_tosa(network: IntegerNetwork, path: str | os.PathLike[str], *, batch:
 
     Args:
         network: what :func:`qflash.quantize_model` or :func:`qflash.load_model` returns, on any device.
-        path: of the file; one that is there is replaced when the new one is whole, and stays if that fails.
+        path: of the file; an existing one is replaced only after the new one is complete.
         batch: images in a batch, at least 1. TOSA's shapes are static.
 
     Returns:

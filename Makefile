@@ -24,7 +24,7 @@ WHERE := -c 'import ensurepip, sys; print(sys.executable)' 2>/dev/null
 find_python = $(shell $(1) $(WHERE) || PYENV_VERSION=$(2) $(1) $(WHERE) || echo "$(PYTHON)")
 FLOOR_PYTHON ?= $(call find_python,python3.10,3.10)
 
-.PHONY: help setup demo test test-all test-floor test-python fuzz sanitize sanitize-gpu lint format hooks rtl-tools verify verify-triton36 train ladder report real clean
+.PHONY: help setup demo test test-all test-floor test-python fuzz sanitize sanitize-gpu lint format hooks rtl-tools verify verify-triton36 train ladder report real site clean
 .DEFAULT_GOAL := help
 
 help:
@@ -47,6 +47,7 @@ help:
 	@echo "make ladder           measure docs/algorithm.md's accuracy figures again"
 	@echo "make report           the paper's tables and figures beside what was measured (qflash-reproduction/)"
 	@echo "make real             pretrained networks on real photos, sentences and Fashion-MNIST (qflash-real/); downloads 200 MB"
+	@echo "make site             the documents as a web site, in build/site/"
 	@echo "make setup            only make .venv, where there is none; PYTHON=... picks the interpreter"
 	@echo "make clean            remove .venv, caches and reports"
 
@@ -140,6 +141,13 @@ $(VENV)/.ready-real: $(READY)
 
 real: $(VENV)/.ready-real
 	$(BIN)/qflash-lab real $(ARGS)
+
+$(VENV)/.ready-docs: $(READY)
+	$(BIN)/python -m pip install --quiet --no-compile --editable ".[docs]" $(REQUIREMENTS)
+	@touch $@
+
+site: $(VENV)/.ready-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 clean:
 	rm -rf $(VENV) build dist qflash-report qflash-reproduction qflash-real .pytest_cache .mypy_cache .ruff_cache .hypothesis

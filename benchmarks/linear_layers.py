@@ -136,7 +136,7 @@ FIELDS = col.pick(
 
 
 def measure(layer: Layer, device: torch.device, rounds: int) -> list[col.Row]:
-    """Return a layer's rows: every method, in turns, and the shares of the card's peaks that ours has."""
+    """Return a layer's rows: every method, in alternation, and the shares of the card's peaks that ours has."""
     known = {
         col.LAYER: layer.name, col.ROWS: layer.rows, col.INPUTS: layer.inputs, col.OUTPUTS: layer.outputs,
         col.EPILOGUE: layer.epilogue,
@@ -169,7 +169,7 @@ def run(folder: Path, layers: Sequence[Layer], device: torch.device, rounds: int
     """Measure, print the table, and write ``linear_layers.json`` and ``.csv`` after every layer."""
     done = report.Report(
         "linear_layers", "linear layers of integer networks beside cuBLAS", device, FIELDS, folder,
-        timing=f"{'CUDA-graph replay' if device.type == 'cuda' else 'calls on the CPU'}, warm, methods in turns, median of "
+        timing=f"{'CUDA-graph replay' if device.type == 'cuda' else 'calls on the CPU'}, warm, methods alternating, median of "
         f"{rounds} samples; ours with its epilogue, the others without",
     )  # fmt: skip
     for layer in track(layers, "Layers", console=Console(stderr=True)):

@@ -55,7 +55,7 @@ TABLE = (
 
 
 def measure(name: str, shape: tuple[int, ...], device: torch.device, rounds: int) -> list[col.Row]:
-    """Return a shape's rows: attention without a mask and with each one, in turns."""
+    """Return a shape's rows: attention without a mask and with each one, in alternation."""
     batch, heads, tokens, head_dim, period = shape
     dtype, modes = (torch.float16, ("kernel", "eager")) if device.type == "cuda" else (torch.float32, ("kernel",))
     sizes = batch // period, period, heads, tokens, head_dim
@@ -79,7 +79,7 @@ def run(folder: Path, shapes: Mapping[str, tuple[int, ...]], device: torch.devic
     timed = "CUDA-graph replay, and eager calls until the device is done" if device.type == "cuda" else "calls on the CPU"
     done = report.Report(
         "masks", "attention with masks that have a row for each query", device, FIELDS, folder,
-        timing=f"{timed}, warm, masks in turns, median of {rounds} samples",
+        timing=f"{timed}, warm, masks in alternation, median of {rounds} samples",
     )  # fmt: skip
     for name, shape in track(shapes.items(), "Shapes", console=Console(stderr=True)):
         done.add(measure(name, shape, device, rounds))

@@ -242,7 +242,7 @@ EAGER = Table(
 
 
 def issued() -> dict[str, list[float]]:
-    """Return the time of issuing a call, divided by that of the one of PyTorch's kernels which is issued soonest, by method."""
+    """Return the time of issuing a call, divided by that of PyTorch's quickest kernel, by method."""
     found = groups((row for row in rows_of("eager_shapes") if row[col.MODE] == "eager"), col.SHAPE)
     return {
         ours: [1 / ratio for ratio in quotients(found, col.FP16, ours, col.ISSUE_US)] for ours in (col.QFLASH, col.QFLASH_INT8)
@@ -256,9 +256,9 @@ def eager_line() -> str:
     ratios = issued()
     return (
         f"Eager calls, A2 batch 8, µs until the device is done: {times}, QFlash {of[col.QFLASH]} from fp16 and "
-        f"{of[col.QFLASH_INT8]} from int8; issuing a call takes "
-        f"{span(ratios[col.QFLASH])} (fp16) and {span(ratios[col.QFLASH_INT8])} (int8) times as long as for the kernel "
-        f"of PyTorch that is issued fastest, over {len(ratios[col.QFLASH])} shapes (`eager_shapes_{CARD}`)."
+        f"{of[col.QFLASH_INT8]} from int8. To launch a call takes "
+        f"{span(ratios[col.QFLASH])} (fp16) and {span(ratios[col.QFLASH_INT8])} (int8) times as long as with the "
+        f"quickest of PyTorch's kernels, over {len(ratios[col.QFLASH])} shapes (`eager_shapes_{CARD}`)."
     )
 
 
@@ -732,7 +732,7 @@ for every method. FA2 takes no bias. The cost of the bias is the time with it di
         "Packed sequences of several lengths",
         "CUDA-graph replay, microseconds; the last two columns eager, until the device is done",
         """`qflash.varlen_attention` beside PyTorch's `varlen_attn` (FlashAttention 2), both in fp16, quantisation inside the
-clock, medians of nine rounds by turns ([what runs](../models.md#sequences-of-several-lengths)). The images' sides are drawn
+clock, medians of nine rounds alternating ([what runs](../models.md#sequences-of-several-lengths)). The images' sides are drawn
 evenly between the two ends (`benchmarks/varlen.py`); each result was equal to the reference's before it was timed. Sequences
 of up to 256 keys (384 with 72 to 96 channels) are one launch, and where there are many, up to 768 (640); others are
 quantised before. One launch takes the longest sequences first ([with and without, and other
@@ -748,7 +748,7 @@ an H100). Eager calls are repeated ones, whose plan is kept.""",
         "CUDA-graph replay, microseconds",
         """Ours with everything behind the product inside the clock: bias and requantisation to int8, GELU as well, or the
 residual added in int16. cuBLAS without any of that: float16 with a bias, float8 (e4m3, one scale, float16 out) and int8 with
-int32 out, as PyTorch calls them (`benchmarks/linear_layers.py`, medians of nine rounds by turns). The last two columns are
+int32 out, as PyTorch calls them (`benchmarks/linear_layers.py`, medians of nine rounds alternating). The last two columns are
 ours: operations against the card's dense int8 peak, and bytes that have to move against its bandwidth, by its data sheet.""",
         LINEAR,
         (file_of("linear_layers"),),
@@ -757,7 +757,7 @@ ours: operations against the card's dense int8 peak, and bytes that have to move
         "Whole models",
         "CUDA-graph replay, images per second",
         """Images a second of timm's models in fp16, one to three forward passes a graph (`qflash-lab models`, median of 11
-rounds by turns). **Fastest SDPA** is the fastest of timm's choice and SDPA's three back ends, with every attention module
+rounds in alternation). **Fastest SDPA** is the fastest of timm's choice and SDPA's three back ends, with every attention module
 made to call SDPA, which timm does not do in Swin; Swin V2 cannot. **qflash** is `qflash.patch`, in Swin and Swin V2 with
 `keep_bias=True`, which is faster there than without, compiled too. **Compiled** is `torch.compile` in its default mode, of
 Swin the faster with and without SDPA; each ratio is the patched model's images over those in the column before it. Weights
@@ -883,7 +883,7 @@ TABLES = {"speed:readme": SPEEDS, "speed:aims": AIMS, "bench:columns": SCHEMA}
 
 def blocks() -> dict[str, list[str]]:
     """Return the lines between markers of pages, by the markers' names."""
-    texts = {"speed:summary": summary(), "speed:eager": pages.wrap(eager_line())}
+    texts = {"speed:summary": summary()}
     return {marker: table.markdown() for marker, table in TABLES.items()} | texts
 
 

@@ -96,7 +96,7 @@ FIELDS = col.pick(
 
 
 def measure(batch: Batch, device: torch.device, rounds: int) -> list[col.Row]:
-    """Return a batch's rows: every method in turns, the device alone and calls without a graph."""
+    """Return a batch's rows: every method in alternation, the device alone and calls without a graph."""
     problem = Problem(batch, device, torch.float32 if device.type == "cpu" else torch.float16)
     known = {
         col.WORKLOAD: batch.name, col.LENGTHS: " ".join(map(str, batch.lengths)), col.HEADS: batch.heads,
@@ -124,7 +124,7 @@ def run(folder: Path, batches: Sequence[Batch], device: torch.device, rounds: in
     timed = "CUDA-graph replay, and eager calls until the device is done" if device.type == "cuda" else "calls on the CPU"
     done = report.Report(
         "varlen", "attention of packed sequences, float16 in and out, quantisation within the clock", device, FIELDS, folder,
-        timing=f"{timed}, warm, methods in turns, median of {rounds} samples",
+        timing=f"{timed}, warm, methods in alternation, median of {rounds} samples",
     )  # fmt: skip
     for batch in track(batches, "Batches", console=Console(stderr=True)):
         done.add(measure(batch, device, rounds))

@@ -214,7 +214,7 @@ NO_ATTENTION = {
     "PPOCRV6TinyRecHead": "probabilities of characters",
     "SuperPointInterestPointDecoder": "scores of points",
 }
-"""Modules with a softmax that is none of an attention, as read in their source."""
+"""Modules with a softmax that is not one of an attention, as read in their source."""
 
 
 def is_silent(module: nn.Module) -> bool:

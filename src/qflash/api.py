@@ -82,15 +82,15 @@ def attention(
 
     Args:
         query: ``(..., heads, queries, head_dim)``, float16, bfloat16 or float32; any strides. Batch and heads of query, key
-            and value broadcast. Under autocast all three are taken in its dtype, which is then the output's, too. Nested
-            tensors of jagged layout, all three ``(batch, heads, jagged, channels)``, go to :func:`varlen_attention`, and so
-            does the output; the length of the longest is asked for, once for a nested tensor, which waits for a GPU.
+            and value broadcast. Under autocast all three are converted to its dtype, which the output then has as well. If
+            all three are jagged nested tensors ``(batch, heads, jagged, channels)``, :func:`varlen_attention` computes them
+            and the output is jagged, too; the longest length is read once for each nested tensor, which waits for a GPU.
         key: ``(..., heads, keys, head_dim)``, the same dtype and device.
         value: ``(..., heads, keys, value_dim)``, the same dtype and device.
         attn_mask: bool (True takes part) or float (added to the scaled scores, in nats), broadcastable to
             ``(..., heads, queries, keys)`` and never expanded in memory; or a causal bias of ``torch.nn.attention.bias``:
             ``causal_lower_right`` lets the last query see all keys, whatever their numbers.
-        dropout_p: 0, as SDPA has it at inference.
+        dropout_p: must be 0.
         is_causal: query i sees keys 0 to i; excludes ``attn_mask``.
         scale: factor of the scores, ``head_dim ** -0.5`` if None; positive.
         enable_gqa: key and value may have fewer heads, a divisor of query's.
@@ -183,9 +183,9 @@ def varlen_attention(
         query: ``(queries, heads, head_dim)`` of all sequences, float16, bfloat16 or float32; any strides.
         key: ``(keys, heads, head_dim)``, the same dtype and device.
         value: ``(keys, heads, value_dim)``, the same dtype and device.
-        cu_seqlens_q: cumulative numbers of queries, ``(sequences + 1,)``, int32 or int64 on query's device: sequence i has the
-            queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1] - 1``. It begins with 0, ends with the number of queries, and
-            does not fall, which is checked on a CPU alone. Sequences may be empty.
+        cu_seqlens_q: cumulative numbers of queries, ``(sequences + 1,)``, int32 or int64 on query's device: sequence i has
+            the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1] - 1``. It begins with 0, ends with the number of
+            queries, and never decreases, which is checked only on a CPU. Sequences may be empty.
         cu_seqlens_k: the same of keys, of as many sequences.
         max_seqlen_q: no sequence has more queries; checked on a CPU alone. On a GPU outputs past it are not written. An
             integer of NumPy or a tensor of one integer is taken, too. To read a tensor on a GPU waits for it: keep it on the
@@ -423,8 +423,8 @@ def int8_attention(
 
     Args:
         query: values ``(..., heads, queries, head_dim)``; one scale per tensor, head or token.
-        key: values ``(..., heads, keys, head_dim)``; one scale per tensor, head or token.
-            An offset shifts all scores of a row alike, which softmax does not see: it is not looked at.
+        key: values ``(..., heads, keys, head_dim)``; one scale per tensor, head or token. An offset would shift all scores
+            of a row by the same amount, which cancels in softmax, so it is ignored.
         value: values ``(..., heads, keys, value_dim)``; one scale per tensor, head or channel. Its offset, if it has one,
             is the output's: the weights of a row sum to 1.
         attn_mask: bool (True takes part), float (added to the scaled scores, in nats; converted first) or
@@ -437,12 +437,11 @@ def int8_attention(
         recipe: its exponential, probabilities, normalisation and output; granularities come with the tensors.
 
     Returns:
-        a :class:`QuantizedTensor` of shape ``(..., heads, queries, value_dim)``, or a tensor of ``out_dtype``; heads
-        and queries lie in memory in query's order. The result's offset is ``value.offset``, repeated for query's heads, and its
-        scale is ``output_scale`` itself where that is a tensor,
-        ``value.scale`` itself where it is None, and else a tensor of its own: writing to it in place changes those.
-        A row with no key has values of zero, which stand for the offset, if there is one. int8 has no NaN: where a scale is
-        NaN, only a float output shows it.
+        a :class:`QuantizedTensor` of shape ``(..., heads, queries, value_dim)``, or a tensor of ``out_dtype``; heads and
+        queries lie in memory in query's order. The result's offset is ``value.offset``, repeated for query's heads, and its
+        scale is ``output_scale`` itself if that is a tensor, ``value.scale`` itself if it is None (writing to the result's
+        scale in place then changes these), otherwise a new tensor. A row with no key has values of zero, which stand for
+        the offset, if there is one. int8 has no NaN: where a scale is NaN, only a float output shows it.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind; the message names it.
@@ -537,14 +536,14 @@ def quantize_bias(bias: torch.Tensor) -> torch.Tensor:
         bias: float16, bfloat16 or float32, any shape.
 
     Only differences within a row (the last dimension: keys) count in a softmax. So a row whose largest number is more than
-    1024 nats from 0 is taken relative to that number. If it is even 2**64 or more, any score is nothing beside it, and the
-    keys that have it share the row evenly, as in ``scaled_dot_product_attention``: a row of ``torch.finfo(dtype).min``.
+    1024 nats from 0 is taken relative to that number. From 2**64 on it outweighs every score, and the keys that have it
+    share the row evenly, as in ``scaled_dot_product_attention``: a row of ``torch.finfo(dtype).min``.
 
     Returns:
-        int32 of the same shape in 1/65536 octaves, ``round(bias * log2(e) * 2**16)``, clamped at 4096 octaves
-        (2839 nats), where a weight is 0. Marks are -2**30 for minus infinity, a key that takes no part; 2**30 for NaN and plus
-        infinity, a row that is NaN; and 2**30 - 1 for the keys that share a row evenly. What else lies beyond is no bias, and
-        what it gives is left open.
+        int32 of the same shape in 1/65536 octaves, ``round(bias * log2(e) * 2**16)``, clamped at 4096 octaves (2839 nats),
+        where a weight is 0. Marks are -2**30 for minus infinity, a key that takes no part; 2**30 for NaN and plus infinity,
+        a row that is NaN; and 2**30 - 1 for the keys that share a row evenly. Other numbers beyond the clamp are not valid;
+        what they give is undefined.
 
     Raises:
         TypeError: ``bias`` is not a float tensor.
@@ -568,7 +567,7 @@ def align_bias(bias: torch.Tensor) -> torch.Tensor:
         bias: float16, bfloat16, float32, or int32 as :func:`quantize_bias` returns it; (..., queries, keys).
 
     Returns:
-        The same numbers; ``bias`` itself if its rows begin so already. What is expanded stays so, without a copy for each.
+        The same numbers; ``bias`` itself if its rows are aligned already. Expanded dimensions stay expanded.
 
     Raises:
         TypeError: ``bias`` is not a tensor of one of these types.

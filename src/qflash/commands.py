@@ -86,7 +86,7 @@ class Images:
             shuffled: whether the order is one of chance.
 
         Raises:
-            ValueError: there are none, or the file holds something else.
+            ValueError: there are no images, or the file holds something else.
             OSError: it cannot be read.
         """
         require_packages("images", "PIL", "torchvision")

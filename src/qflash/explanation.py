@@ -70,14 +70,14 @@ def explain(
     Args:
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, recipe, backend: see :func:`attention`; no nested
             tensors.
-        architecture: of a GPU that need not be there, for instance ``"sm_90"``: what it would do with tensors of these shapes
-            and strides, at aligned addresses. None: what happens where the tensors are.
+        architecture: of a GPU that need not be present, for instance ``"sm_90"``: say what such a GPU would do with tensors
+            of these shapes and strides, at aligned addresses. None: say what happens where the tensors are.
 
     Returns:
         an :class:`Explanation`, to be printed.
 
     Raises:
-        TypeError, ValueError: as :func:`attention`, or ``architecture`` is no name of one.
+        TypeError, ValueError: as :func:`attention`, or ``architecture`` is not the name of one.
     """
     attn_mask, is_causal = resolve_causal_bias(attn_mask, is_causal, query, key)
     query, key, value = autocast(query, key, value)

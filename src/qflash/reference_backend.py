@@ -213,7 +213,7 @@ class Backend:
     def rotary(
         self, x: torch.Tensor, turns: torch.Tensor, offset: torch.Tensor, multiplier: torch.Tensor, out_dtype: torch.dtype
     ) -> torch.Tensor:
-        """Turn pairs of channels; see :mod:`qflash.network.operators.rotary`."""
+        """Rotate pairs of channels; see :mod:`qflash.network.operators.rotary`."""
         return rotary.rotary(x, turns, offset, multiplier, out_dtype)
 
 

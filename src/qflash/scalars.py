@@ -29,7 +29,7 @@ def whole_number(name: str, x: Any) -> int:
     """Return an integer, also one in a box (:func:`unboxed`) or one that a compiler keeps open.
 
     Raises:
-        TypeError: it is none; True and False are not.
+        TypeError: it is not an integer, or it is True or False.
     """
     x = unboxed(x)
     if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):

@@ -36,7 +36,7 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
 
 
 def is_number(x: object) -> bool:
-    """Tell whether something is a real number: of Python, NumPy, or one that a compiler keeps open; True and False are none."""
+    """Tell whether something is a real number: of Python, NumPy, or one that a compiler keeps open; True and False are not."""
     if isinstance(x, (int, float, torch.SymFloat, torch.SymInt)):
         return not isinstance(x, bool)
     return isinstance(x, numbers.Real)

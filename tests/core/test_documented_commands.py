@@ -76,6 +76,7 @@ NOT_RUN = {
     "make sanitize": "half an hour; runs scripts/sanitize_cpu.py",
     "make sanitize-gpu": "needs an NVIDIA GPU and its CUDA toolkit",
     "make setup": "a step of .ci/run",
+    "make site": "a step of .ci/run",
     "make test": "a step of .ci/run",
     "make test-all": "an hour",
     "make test-floor": "a step of .ci/run",

@@ -63,7 +63,7 @@ def either_way(chance: random.Random, call: Any) -> None:
 
 
 def shared(queries: int, keys: int) -> dict[str, int]:
-    """A program a head, or of rows that are walked over some from head to head, with three blocks at most."""
+    """A program a head, or of rows that programs pass over, some from head to head, with three blocks at most."""
     return {"programs": 137} if keys > 288 and queries % 2 == 0 else {"splits": 1}
 
 
@@ -88,10 +88,10 @@ def draw_shape(chance: random.Random, head_dims: tuple[int, ...]) -> Shape:
     if chance.random() < 0.3:
         keys = chance.choice((257, 261, 264, 265, 272, 273, 288))
     if chance.random() < 0.4:
-        # walked over twice, or by two warps a row held
-        walked = (289, 300, 321, 384, 385, 401, 416, 425, 512, 545, 577, 600, 608, 609, 650, 785, 833, 880, 1025, 1370, 1700)
+        # passed over twice, or by two warps with the row in registers
+        passed = (289, 300, 321, 384, 385, 401, 416, 425, 512, 545, 577, 600, 608, 609, 650, 785, 833, 880, 1025, 1370, 1700)
         keys = chance.choice(
-            [keys for keys in walked if not resident_misfit(AttentionShape(DEFAULT, head_dim, head_dim, 64, keys), (9, 0))]
+            [keys for keys in passed if not resident_misfit(AttentionShape(DEFAULT, head_dim, head_dim, 64, keys), (9, 0))]
         )
     return Shape(
         chance.randint(1, 3),

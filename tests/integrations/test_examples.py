@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+SMALL = {"dense_head": ("--train", "200", "--test", "60")}
+"""Arguments that make an example shorter."""
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NEEDS = {
     "timm_models": "timm",
@@ -20,6 +22,7 @@ NEEDS = {
     "diffusers_models": "diffusers",
     "export_and_compile": "timm",
     "integer_network": "qflash_lab",
+    "dense_head": "qflash_lab",
 }
 
 
@@ -33,7 +36,7 @@ def test_example(name: str) -> None:
     if importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed")
     run = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning:qflash", str(EXAMPLES / f"{name}.py")],
+        [sys.executable, "-W", "error::UserWarning:qflash", str(EXAMPLES / f"{name}.py"), *SMALL.get(name, ())],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -45,6 +48,13 @@ def test_example(name: str) -> None:
         return
     if name == "integer_network":
         assert re.match(r"\d+ operators, \d+\.\d dB", run.stdout), run.stdout
+        return
+    if name == "dense_head":
+        found = re.findall(r"^(\w+) features, (\w+) head: ([\d.]+) % of patches right, mean IoU ([\d.]+) %$", run.stdout, re.M)
+        assert [row[:2] for row in found] == [("float", "float"), ("integer", "float"), ("integer", "integer")]
+        (right, iou), *others = [(float(row[2]), float(row[3])) for row in found]
+        assert right > 75 and iou > 50
+        assert all(abs(other - right) < 0.5 and abs(mean - iou) < 1 for other, mean in others)
         return
     heads = [line.split() for line in run.stdout.splitlines() if "attention layers in integers" in line]
     assert heads

@@ -1,4 +1,4 @@
-"""The choices of conversion that docs/integer_network.md gives, held to its words: found in the integers that come out."""
+"""The choices of conversion that docs/integer_network.md gives, checked word by word: found in the integers that come out."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_the_first_eight_of_sixteen_are_held_out(model: Any) -> None:
     loud = images.clone()
     loud[:8] = 255 * (loud[:8] > 127).to(torch.uint8)
     network = quantise(model, [loud])
-    # what is held out changes no integer
+    # what is kept out changes no integer
     assert equal(network, quantise(model, [images])) and network.quality.held_out
     assert network.quality.saturated_share > quantise(model, [images]).quality.saturated_share
     fewer = quantise(model, [images[:15]])

@@ -1,4 +1,4 @@
-"""Rotary positions: the integers, what capture takes for a turn of queries and keys, and what is refused."""
+"""Rotary positions: the integers, what capture takes for a rotation of queries and keys, and what is refused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_pairs_are_turned_and_rounded_once() -> None:
     assert torch.equal(got.double(), ((exact + offset) * multiplier.double() / 2**32 + 0.5).floor())
     saturated = rotary(x, turns, offset, multiplier)
     assert torch.equal(saturated, got.clamp(-128, 127).to(torch.int8)) and int((saturated.int() != got).sum()) > 0
-    # beside the turn itself an error of half a step, and that of the tables
+    # beside the rotation itself an error of half a step, and that of the tables
     want = Rotary.turned(x.double(), angle.cos(), angle.sin())
     error = (got - (want * ONE + offset) * multiplier / 2**32).abs()
     assert float(error.max()) < 0.5 + 2 * 32768 * 0.5 * (1 << 11) / 2**32

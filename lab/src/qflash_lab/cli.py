@@ -171,7 +171,7 @@ DtypeOption = Annotated[
 InputOption = Annotated[str, typer.Option("--input", help="uniform in [-4, 4), as in the paper, or normal.")]
 DeviceOption = Annotated[str | None, typer.Option(show_default="the GPU if there is one", help="cuda, cuda:N or cpu.")]
 BaseOption = Annotated[
-    str | None, typer.Option(help="Compare QFlash with this git revision of it (or a folder with the package), by turns.")
+    str | None, typer.Option(help="Compare QFlash with this git revision of it (or a folder with the package), in alternation.")
 ]
 OutputOption = Annotated[pathlib.Path | None, typer.Option(file_okay=False, help="Folder for JSON, CSV and plots.")]
 
@@ -207,7 +207,7 @@ def bench(
     Modes: kernel (int8 to int8 on tensors quantised beforehand) and end-to-end (float to float, quantisation
     included) on CUDA graphs; eager, calls without a graph. Without a GPU the CPU back ends are timed.
 
-    With --base two revisions of QFlash are timed instead, each in a process of its own, by turns; with --first-call
+    With --base two revisions of QFlash are timed instead, each in a process of its own, in alternation; with --first-call
     what compiling costs.
     """
     from .bench import console, latency, revisions
@@ -284,7 +284,7 @@ def models(
 ) -> None:
     """Time whole vision transformers with every attention that can run in them, with the accuracy of their logits.
 
-    With --base two revisions of QFlash are timed instead, each in a process of its own, by turns. With --integer models are
+    With --base two revisions of QFlash are timed instead, each in a process of its own, alternating. With --integer models are
     quantised as a whole (qflash.quantize_model) and timed beside floating point, eager and compiled.
     """
     from .bench import console, integer_models, revisions

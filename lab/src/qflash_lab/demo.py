@@ -279,7 +279,7 @@ def _show_images(images: torch.Tensor, labels: torch.Tensor, device: torch.devic
 
 
 def _time_workload(workload: Workload, device: torch.device) -> dict[str, float]:
-    """Median microseconds of SDPA and QFlash, by turns: on a GPU in float16 on several images, else in float32 on one."""
+    """Median microseconds of SDPA and QFlash, in alternation: on a GPU in float16 on several images, else in float32 on one."""
     on_gpu = device.type == "cuda"
     inputs = paper_inputs(workload, _TIMING_BATCH if on_gpu else 1, device=device)
     query, key, value = inputs if on_gpu else (x.float() for x in inputs)
@@ -337,7 +337,7 @@ def _sections(report: dict[str, Any]) -> list[tuple[str, str, list[str], list[li
             f"The whole model in floating point; with attention of QFlash in a float model; and as a network of "
             f"qflash.quantize_model, where all between uint8 pixels and int32 logits is integers, calibrated on {CALIBRATION} "
             f"training images. Its size holds tables of Swin's bias and mask. Time of an image in batches of {_TIMING_BATCH}, "
-            f"median of {_ROUNDS} rounds in turns"
+            f"median of {_ROUNDS} alternating rounds"
             + ("." if report["device"]["type"] == "cuda" else f", {torch.get_num_threads()} threads; other work here shows."),
             ["model", "runs as", "top-1 %", "same as float %", "logits SQNR dB", "ms an image", "size, MB"],
             runs,
@@ -377,9 +377,9 @@ def _sections(report: dict[str, Any]) -> list[tuple[str, str, list[str], list[li
         on_gpu = report["device"]["type"] == "cuda"
         kind = "float16" if on_gpu else "float32"
         how = (
-            f"Batch {_TIMING_BATCH} (shape is one image's), in a CUDA graph, median of {_ROUNDS} rounds in turns, inputs warm."
+            f"Batch {_TIMING_BATCH} (shape is one image's), in a CUDA graph, median of {_ROUNDS} alternating rounds, warm."
             if on_gpu
-            else f"One image, eager calls by the wall clock, median of {_ROUNDS} rounds in turns, threads: "
+            else f"One image, eager calls by the wall clock, median of {_ROUNDS} alternating rounds, threads: "
             f"{torch.get_num_threads()}. Other work on the machine shows."
         )
         sections.append(

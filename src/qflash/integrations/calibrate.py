@@ -217,7 +217,7 @@ def calibrate(
     forward: Callable[[ModelT, Any], object] | None = None,
     progress: bool = True,
 ) -> ModelT:
-    """Give the attention of a patched model static scales, in place: none is found when it runs.
+    """Give the attention of a patched model static scales, in place, so that it computes no scale when it runs.
 
     The model is run on the batches as it is patched, and the channels of each layer's query, key and value are watched. From
     their ranges come the scales, and whatever else the recipe takes from the data: midranges of key and value, the balance
@@ -253,7 +253,7 @@ def calibrate(
     Raises:
         TypeError: ``model`` is not a module, or ``forward`` cannot be called.
         ValueError: the model is not patched, patched with ``attention=``, or in training mode; there is no batch, none reached
-            a layer that can have static scales, NaN or infinity turns up, or an argument is none of its choices. The model
+            a layer that can have static scales, NaN or infinity turns up, or an argument is not one of its choices. The model
             then is as it was.
 
     Example::

@@ -331,7 +331,7 @@ def _einsum_letters(args: Any) -> list[str] | None:
 
 
 def _einsum_sides(args: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the batched matrices whose product an einsum is, or None if it is none."""
+    """Return the batched matrices whose product an einsum is, or None if it is something else."""
     letters = _einsum_letters(args)
     if letters is None or not (_is_batched(args[1]) and _is_batched(args[2])) or args[1].dtype != args[2].dtype:
         return None

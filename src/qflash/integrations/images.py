@@ -70,7 +70,7 @@ def image_transform(source: Any, size: int | Sequence[int] | None = None) -> Ima
 
     Raises:
         TypeError: ``source`` is something else.
-        ValueError: a processor does more than resizing, cropping, rescaling and normalising, or ``size`` is no size.
+        ValueError: a processor does more than resizing, cropping, rescaling and normalising, or ``size`` is not a size.
         ImportError: timm, or torchvision, is not installed.
 
     Example::

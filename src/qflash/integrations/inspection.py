@@ -77,7 +77,7 @@ class Layer:
         float_calls: calls of the same in floating point.
         forms_weights: attention weights were worked out in floating point besides, since the caller may want them
             (``need_weights=True`` of nn.MultiheadAttention).
-        is_static: the scales of query, key and value are those that :func:`qflash.calibrate` found, or a state_dict held.
+        is_static: the scales of query, key and value are those that :func:`qflash.calibrate` found, or a state_dict contained.
         dynamic: why :func:`qflash.calibrate` left it with dynamic scales; None if it did not.
     """
 

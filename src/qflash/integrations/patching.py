@@ -63,7 +63,7 @@ class _Patched(nn.Module):
 
     def __prepare_scriptable__(self) -> nn.Module:
         raise TypeError(
-            "torch.jit.script compiles Python's source, and that of QFlash is none it knows: use torch.jit.trace, torch.export "
+            "torch.jit.script compiles Python's source, and does not understand QFlash's: use torch.jit.trace, torch.export "
             "or torch.compile, or qflash.unpatch(model) first"
         )
 

@@ -386,7 +386,7 @@ class sdpa(AttentionReport, TorchFunctionMode, contextlib.ContextDecorator):  # 
         fallback: ``"warn"`` once for each reason, ``"error"`` to raise a RuntimeError with the reason, or ``"quiet"``.
 
     Raises:
-        TypeError, ValueError: an argument is none of what is allowed.
+        TypeError, ValueError: an argument is not one of the allowed values.
 
     Example::
 

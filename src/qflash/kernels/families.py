@@ -69,8 +69,8 @@ def choose_tiles(shape: AttentionShape, capability: tuple[int, int], *, reread: 
         reread: whether :mod:`.sm90.attention_resident` may read keys twice where registers do not hold a row's scores; it is
             compiled for every such length.
     """
-    held = reread or row_fits_registers(shape.keys)
-    asked = FAMILIES if held else [family for family in FAMILIES if family.name != SM90_RESIDENT]
+    resident = reread or row_fits_registers(shape.keys)
+    asked = FAMILIES if resident else [family for family in FAMILIES if family.name != SM90_RESIDENT]
     return next(family.plan(shape, capability) for family in asked if family.misfit(shape, capability) is None)
 
 

@@ -1,7 +1,7 @@
 """Measured rules that families of kernels share. They change speed, never a bit; rules of one family lie beside it.
 
 A number without another note was found on one H200 with Triton 3.6, CUDA-graph replay, medians of nine, all divisions of a
-shape by turns. The data lie in ``benchmarks/archive``; of registers in ``tried_h200.json``.
+shape in alternation. The data lie in ``benchmarks/archive``; of registers in ``tried_h200.json``.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class ScoreTile(NamedTuple):
 
     Attributes:
         queries, keys: rows and columns, padding included.
-        whole: whether that is all of a program's code, or one turn of its loops over the keys.
+        whole: whether that is all of a program's code, or one iteration of its loops over the keys.
     """
 
     queries: int

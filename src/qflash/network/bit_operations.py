@@ -94,7 +94,7 @@ def bit_operations(network: IntegerNetwork) -> BitOperations:
             which have shapes and no values.
 
     Raises:
-        TypeError: ``network`` is none.
+        TypeError: ``network`` is not an integer network.
         ValueError: a part of it is kept in floating point.
     """
     check_integer(network)

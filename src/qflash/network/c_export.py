@@ -57,7 +57,7 @@ def export_c(
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: ``batch`` is below 1, a node computes outside of the C kernels, or an output's name is too long.
+        ValueError: ``batch`` is below 1, a node has no C kernel, or an output's name is too long.
         RuntimeError: there are no C kernels on this machine.
         OSError: the folder cannot be written to.
     """

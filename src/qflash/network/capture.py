@@ -952,7 +952,7 @@ class _Tracer(fx.Interpreter):
         return self.made("norm", (x,), self.seen(0), x.shape, weight=weight, epsilon=epsilon, centred=False)
 
     def row_size(self, made: RowSize | None, what: str) -> RowSize:
-        """Return a number of each row, or refuse what is none."""
+        """Return a number of each row, or refuse what is not one."""
         if made is None:
             raise self.refusal(f"{what} of norms of rows")
         return made
@@ -998,7 +998,7 @@ class _Tracer(fx.Interpreter):
         )
 
     def scaled_norm(self, x: View, factor: torch.Tensor) -> View | None:
-        """Return a normalisation that leaves the mean with its weight, or None where that is none."""
+        """Return a normalisation that leaves the mean with its weight, or None where it is something else."""
         norm, width = x.source, x.shape[-1]
         if norm.kind != "norm" or norm.centred or norm.channels != width or (x.factor is not None) or (x.term is not None):
             return None

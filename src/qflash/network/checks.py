@@ -1,4 +1,4 @@
-"""What conversion is held to: the operations that were captured, and the integer network that came of it.
+"""What conversion is checked against: the operations that were captured, and the integer network that came of it.
 
 
 :func:`check_captured` compares what was captured of a model with the model itself, :func:`judge` the integer network with

@@ -145,11 +145,11 @@ def compare(
 ) -> Comparison:  # fmt: skip
     """Compare an integer network with its float model, node by node.
 
-    The error at a node holds those of all nodes before. What a part costs is found by computing one residual branch at a time
-    in floating point.
+    The error at a node includes the errors of all nodes before it. What a part costs is found by computing one residual
+    branch at a time in floating point.
 
     Args:
-        network: as :func:`qflash.quantize_model` returned it; a file does not hold what a unit of every node stands for.
+        network: as :func:`qflash.quantize_model` returned it; a network from a file lacks the units of its nodes.
         model: the float model that it was made of.
         images: uint8 (batch, channels, height, width); or ids of tokens, or what a tokeniser returns.
         mean, std: as for :func:`qflash.quantize_model`.

@@ -54,7 +54,7 @@ def network_coverage(
         outputs: as for :func:`qflash.quantize_model`.
 
     Raises:
-        TypeError, ValueError: ``outputs`` are none.
+        TypeError, ValueError: ``outputs`` is not what :func:`qflash.quantize_model` takes.
     """
     parameter = next(model.parameters())
     images = torch.randn(BATCH, *image, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")

@@ -26,7 +26,7 @@ class NetworkGraph:
         """Warm up and capture; see :meth:`.graph.IntegerNetwork.graph`."""
         device = next(network.buffers()).device
         self.batch = batch
-        # held, as is what the graph reads
+        # kept alive, as is what the graph reads
         self._network = network
         # every call writes to the input, also outside of an inference mode that is on now
         with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():

@@ -237,7 +237,7 @@ class IntegerNetwork(IntegerModule):
         self, images: Any = None, *, input_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None,
         token_type_ids: torch.Tensor | None = None,
     ) -> Any:  # fmt: skip
-        """Classify images, or encode texts.
+        """Compute the outputs for a batch of images, or of texts.
 
         Args:
             images: uint8 (batch, image channels, height, width), RGB, not normalised, of one of :attr:`image_sizes`; a list of
@@ -386,8 +386,7 @@ class IntegerNetwork(IntegerModule):
             size: of :attr:`image_sizes`; the first if None.
 
         Raises:
-            TypeError, ValueError: ``batch`` is no such number, ``size`` no such size; on a CPU a node computes outside of the
-                C kernels.
+            TypeError, ValueError: ``batch`` is not such a number, ``size`` is not such a size; or, on a CPU, a node has no C kernel.
             RuntimeError: there are no C kernels on this machine.
 
         Example::

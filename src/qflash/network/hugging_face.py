@@ -17,7 +17,7 @@ def transformers_model(network: IntegerNetwork, config: Any = None) -> Any:
     ``last_hidden_state``, ``pooler_output``, ``image_embeds``, ``logits`` that is there. It does not train, generate or save.
 
     Args:
-        network: integer; ``model.network`` afterwards.
+        network: an integer network; ``model.network`` afterwards.
         config: ``PretrainedConfig`` of the float model, for names of classes; None takes those of the network's file.
 
     Raises:

@@ -142,7 +142,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], bool]:
         raise ValueError(f"{path} is no readable ONNX file: {error}") from error
     texts = {entry.key: entry.value for entry in model.metadata_props}
     if "self_test" not in texts:
-        raise ValueError(f"{path} has no self-test: it is none of qflash.export_onnx, or of an earlier QFlash")
+        raise ValueError(f"{path} has no self-test: qflash.export_onnx did not write it, or an earlier QFlash did")
     try:
         entries = json.loads(texts["self_test"])
         wanted = {name: torch.tensor(x, dtype=torch.int32, device="cpu") for name, x in entries.items()}

@@ -48,12 +48,12 @@ def export_onnx(
 
     Args:
         network: what :func:`qflash.quantize_model` or :func:`qflash.load_model` returns, on any device.
-        path: of the file; one that is there is replaced when the new one is whole, and stays if that fails.
+        path: of the file; an existing one is replaced only after the new one is complete.
         batch: images in a batch, at least 1, or ``"dynamic"`` to leave that open.
         external_data_threshold: if the tensors have more bytes than that, at most 2e9, they are written to a file beside it,
             named ``path``, 16 digits and ``.data``. Both files then belong together.
-        inline: write all nodes into one graph. False makes a node of each operator of the network, which calls a function that
-            the file holds (domain ``qflash``); OpenVINO knows no functions.
+        inline: write all nodes into one graph. False makes a node of each operator of the network, which calls a function
+            that the file holds (domain ``qflash``); OpenVINO does not support functions.
         size: of the images, of a network with several; the first of ``network.image_sizes`` if None. A file is
             of one size.
         int64: False computes in 32 bits alone, in operators that are exact in OpenVINO's CPU plugin as well; only shapes, axes

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from onnx import helper
 
+from ..specification import layers as op
 from .onnx_graph import ZERO_POINT, Graph, Operand, Value
 
 FLOAT_BITS = 24
@@ -214,9 +215,7 @@ class NarrowGraph(Graph):
             raise OverflowError(f"{x.name} spans {[low, high]}, too much to be shifted by {least} to {most}")
         self.known(out, *quotients)
         # a zero point is added to what is clipped next
-        return (
-            self.add(self.minimum(out, _INT32[1] - after) if quotients[1] > _INT32[1] - after else out, after) if after else out
-        )
+        return self.add(self.minimum(out, _INT32[1] - after) if quotients[1] > _INT32[1] - after else out, after) if after else out
 
     def _binary(self, operator: str, x: Value, y: Operand, dtype: Any = None) -> Value:
         y = self.barrier(y) if isinstance(y, Value) else y
@@ -276,14 +275,7 @@ class NarrowGraph(Graph):
         return self.shift_right(x, bits, max(-ends[0], ends[1]))
 
     def affine(
-        self,
-        x: Value,
-        bound: np.ndarray | int,
-        factor: Any,
-        offset: Any,
-        shift: int,
-        after: int = 0,
-        limits: Range | None = None,
+        self, x: Value, bound: np.ndarray | int, factor: Any, offset: Any, shift: int, after: int = 0, limits: Range | None = None
     ) -> Value:
         # numbers of any size
         times, plus = (_exact(each) for each in (factor, offset))
@@ -297,9 +289,7 @@ class NarrowGraph(Graph):
         most = np.broadcast_to(_exact(bound), np.broadcast_shapes(np.shape(bound), times.shape, plus.shape))
         low, high = np.maximum(-most, own[0]), np.minimum(most, own[1])
         if limits is not None:
-            low, high = (
-                np.asarray(each) for each in self._within(low, high, times, plus, (limits[0] + after, limits[1] + after))
-            )
+            low, high = (np.asarray(each) for each in self._within(low, high, times, plus, (limits[0] + after, limits[1] + after)))
             if (low > np.maximum(-most, own[0])).any():
                 x = super().node("Max", x, self.constant(low.astype(np.int64), np.int32, "least"))
             if (high < np.minimum(most, own[1])).any():
@@ -455,14 +445,7 @@ class NarrowGraph(Graph):
         return self.known(out, -bound, bound)
 
     def matmul(
-        self,
-        x: Value,
-        y: Value,
-        x_zero: int = ZERO_POINT,
-        y_zero: int = ZERO_POINT,
-        *,
-        inner: int,
-        weight: np.ndarray | None = None,
+        self, x: Value, y: Value, x_zero: int = ZERO_POINT, y_zero: int = ZERO_POINT, *, inner: int, weight: np.ndarray | None = None
     ) -> Value:
         ends = [max(zero - low, high - zero) for zero, (low, high) in ((x_zero, self.ends(x)), (y_zero, self.ends(y)))]
 

@@ -405,7 +405,7 @@ class Lowering:
                 return (high, wide), order
         raise _refuse(operation, "it takes pixels, but not in patches that tile the image")
 
-    # --- the walk over operations ------------------------------------------------------------------------------
+    # --- one operation after the other -------------------------------------------------------------------------
 
     def lower(self) -> IntegerNetwork:
         """Return the network with empty modules.

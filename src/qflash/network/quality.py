@@ -87,7 +87,7 @@ class Quality:
         """Return what ``dataclasses.asdict`` made of one, as JSON gives it back.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it is not such a dictionary.
         """
         names = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(entry, dict) or entry.keys() != names or not isinstance(entry["float_parts"], list):

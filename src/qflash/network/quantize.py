@@ -64,7 +64,7 @@ def find_statistics(
     """Return the mean and the deviation of each channel: those given, or the model's.
 
     Raises:
-        ValueError: there are none, or they are not of pixels from 0 to 1.
+        ValueError: neither has them, or they are not of pixels from 0 to 1.
     """
     config: Any = getattr(model, "pretrained_cfg", None) or {}
     found = []
@@ -191,7 +191,7 @@ def _begin(stream: Iterator[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Ten
     """Take the images that a network is judged on from the stream, and no more than it takes to tell which.
 
     Returns:
-        those images; batches that the ranges see before the rest of the stream; whether the ones are held out of the others.
+        those images; batches that the ranges see before the rest of the stream; whether the first are kept out of the second.
 
     Raises:
         ValueError: there are none.
@@ -394,7 +394,7 @@ def quantize_model(
             part without an integer form here (all are named), cannot run at one of ``sizes``, or computes something else than
             what was read of it (the first part that differs is named). There are no images, they have the wrong size or do not
             differ. The model gives different images the same output, or the integer network has less than ``min_sqnr`` (the
-            worst parts are named). An argument is none of its choices.
+            worst parts are named). An argument is not one of its choices.
     """
     _check_model(model)
     percentile = check_method(method, percentile)

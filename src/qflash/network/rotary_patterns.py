@@ -1,8 +1,8 @@
 """Attention whose queries and keys have rotary positions, as nodes: :func:`turn_of`, :class:`TurnedHeads`.
 
-What capture calls ``rotary`` is any sum of two views of the same rows. Here it is found to turn pairs of channels by angles of
-the tokens, in whatever order a model has its pairs. The linear layer then gives the channels of a head in the operator's order,
-which no score depends on.
+What capture calls ``rotary`` is any sum of two views of the same rows. Here it is found to rotate pairs of channels by
+angles of the tokens, in whatever order a model has its pairs. The linear layer then gives the channels of a head in the
+operator's order, which no score depends on.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Turn:
     seen: fx.Node
 
     def begins(self, other: Turn) -> bool:
-        """Whether this one turns as another does, the first of its tokens or all."""
+        """Whether this one rotates as another does, the first of its tokens or all."""
         count, heads = self.cos.shape[1], max(len(self.cos), len(other.cos))
         return torch.equal(self.order, other.order) and all(
             torch.equal(mine.expand(heads, -1, -1), theirs[:, :count].expand(heads, -1, -1))
@@ -144,8 +144,8 @@ class TurnedHeads:
     """Nodes between the normalisation before attention and attention: linear layers, normalisations, rotary positions.
 
     Query and key leave a linear layer in int16. A pair of channels has a step of its own, the same for both, since what is
-    turned are sums of the two. Behind the turn every channel has its own int8 step and the key's middle is taken off: scores
-    are products of channels there, as they are without a turn.
+    rotated are sums of the two. Behind the rotation every channel has its own int8 step and the key's middle is taken off:
+    scores are products of channels there, as they are without a rotation.
 
     Attributes:
         names: of the nodes that attention takes.
@@ -214,7 +214,7 @@ class TurnedHeads:
             self.linear[1], weight[2 * wide :], None if bias is None else bias[2 * wide :], grid, mean, *values
         )  # fmt: skip
         made[self.value] = Grid(*values)
-        # what the turns take, in steps of pairs: query, then key
+        # what the rotations take, in steps of pairs: query, then key
         steps = [cv.pair_steps(*part.ends_before_turn(ranges)).expand(part.columns.shape).flatten() for part in self.parts[:2]]
         before = torch.cat(steps)
         if self.norms:

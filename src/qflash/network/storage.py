@@ -428,7 +428,7 @@ def save_model(network: IntegerNetwork, path: str | os.PathLike[str]) -> None:
 
     Nodes that are kept in floating point are written with their float32 weights.
 
-    A file that is there is replaced when the new one is whole, and stays if that fails.
+    An existing file is replaced only after the new one is complete.
 
     Raises:
         TypeError: ``network`` is not an integer network.
@@ -455,11 +455,12 @@ def load_model(path: str | os.PathLike[str], device: torch.device | str = "cpu",
     Args:
         path: of the file.
         device: where it is put.
-        verify: require the SHA-256 that the header has of tensors and header. False skips that one check.
+        verify: compare the SHA-256 in the header with tensors and header. False skips only this check.
 
     Raises:
         TypeError: ``verify`` is not True or False.
-        ValueError: it is no such file, of another version, truncated, damaged, or its tensors do not fit its header.
+        ValueError: it is not such a file, is of another version, truncated or damaged, or its tensors do not fit its
+            header.
         OSError: it cannot be read.
     """
     from safetensors import SafetensorError, safe_open

@@ -23,12 +23,12 @@ def export_tosa(
 
     Args:
         network: what :func:`qflash.quantize_model` or :func:`qflash.load_model` returns, on any device.
-        path: of the file; one that is there is replaced when the new one is whole, and stays if that fails.
+        path: of the file; an existing one is replaced only after the new one is complete.
         batch: images in a batch, at least 1. TOSA's shapes are static.
         size: of the images, of a network with several; the first of ``network.image_sizes`` if None.
 
     Returns:
-        how many operators, constants aside, each node became: by the node's name and the operator's.
+        how many operators each node became, without constants: by the node's name and the operator's.
 
     Raises:
         ImportError: the package ``tosa-tools`` is not installed.

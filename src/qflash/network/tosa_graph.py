@@ -47,7 +47,7 @@ class Graph:
     """Operators and constants of a TOSA graph under construction.
 
     Attributes:
-        counts: how many operators, constants aside, each part has: by the part's name and the operator's.
+        counts: how many operators each part has, without constants: by the part's name and the operator's.
     """
 
     def __init__(self) -> None:

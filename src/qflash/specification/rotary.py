@@ -37,7 +37,7 @@ def rotary(
     dtype: torch.dtype = torch.int8,
     check: Checker = _UNCHECKED,
 ) -> torch.Tensor:
-    """Turn pairs of channels by the angles of their token, and bring each channel to a step of its own.
+    """Rotate pairs of channels by the angles of their token, and bring each channel to a step of its own.
 
     The channels of a head are two halves; channel i of the first and channel i of the second are a pair (a, b). It becomes
     ``(a cos - b sin, b cos + a sin)``, exact, and each of these ``mul(sum + B, R, 32)``, saturated: rounded once.

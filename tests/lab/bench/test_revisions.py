@@ -1,4 +1,4 @@
-"""qflash-lab bench --base and qflash-lab models --base: two revisions by turns, on the CPU with tiny shapes."""
+"""qflash-lab bench --base and qflash-lab models --base: two revisions in alternation, on the CPU with tiny shapes."""
 
 from __future__ import annotations
 

@@ -38,9 +38,9 @@ def test_files_behind_generated_parts_are_there(tracer: Any) -> None:
             ("A1 to A3, batch 1, 8, 64 | ", "A1 to A3, batch 1, 8, 64 | 9"),
             "speed:readme",
         ),  # a generated figure that somebody edited
-        (("## Install\n", "| speed | 3.7 |\n|---|---|\n\n## Install\n"), "line"),  # a table without a source
-        (("## Install\n", "**4.2 times as fast**\n\n## Install\n"), "line"),
-        (("## Install\n", "Swin is 4.2 times as fast.\n\n## Install\n"), "text"),
+        (("## Use\n", "| speed | 3.7 |\n|---|---|\n\n## Use\n"), "line"),  # a table without a source
+        (("## Use\n", "**4.2 times as fast**\n\n## Use\n"), "line"),
+        (("## Use\n", "Swin is 4.2 times as fast.\n\n## Use\n"), "text"),
     ],
 )
 def test_what_comes_from_nowhere_is_found(

@@ -1,7 +1,7 @@
 """Attention with integer scores and a softmax in floating point: the kernel of the baselines.
 
 One kernel is INT-FlashAttention (Full, Half) and QAttn, which differ in what shares a scale and in the type of the
-second product. A program computes one block of queries of one head in one walk over the keys. Tensors are contiguous,
+second product. A program computes one block of queries of one head in one pass over the keys. Tensors are contiguous,
 so that a head is an address; masks there are none, as in the methods' papers.
 """
 

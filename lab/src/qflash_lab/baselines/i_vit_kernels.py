@@ -23,7 +23,7 @@ class ProductTiles(NamedTuple):
 
     Attributes:
         block_m, block_n: rows and columns a program.
-        block_k: products added up a turn.
+        block_k: products added up in an iteration.
         warps: warps a program.
         stages: loads in flight in the loop.
     """
@@ -98,7 +98,7 @@ def product_kernel(
 def shiftmax_kernel(
     x_ptr, out_ptr, rows, keys, stride, UNIT: tl.constexpr, SHIFT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Shiftmax of int8 rows, each held whole, ``stride`` apart; see :mod:`qflash_lab.baselines.i_vit`. Zero behind the keys."""
+    """Shiftmax of int8 rows, each whole, ``stride`` apart; see :mod:`qflash_lab.baselines.i_vit`. Zero behind the keys."""
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
     inside = (m[:, None] < rows) & (n[None, :] < stride)

@@ -2,7 +2,7 @@
 
 All three quantise query, key and value per tensor, form scores in int32, turn them into attention weights of a few
 bits in integers, multiply those with the value in int32 and requantise the result to int8. They differ in the softmax.
-These are plain formulas on any device; the 32-bit quantities of the papers are held in int64 tensors.
+These are plain formulas on any device; the 32-bit quantities of the papers are in int64 tensors.
 """
 
 from __future__ import annotations

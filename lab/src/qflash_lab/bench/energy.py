@@ -200,7 +200,7 @@ def run_energy(
     done = report.Report(
         "energy", "energy of one attention call", device, FIELDS, output,
         timing=f"NVML's total-energy counter from tick to tick over {seconds:g} s of CUDA-graph replay, 0.3 s "
-        f"after its start; methods in turns (order reversed every round), median of {rounds} rounds; idle power "
+        f"after its start; methods in alternation (order reversed every round), median of {rounds} rounds; idle power "
         "counts",
         sqnr=report.SQNR, ratio=f"energy ÷ energy of {REFERENCE!r}", idle_watts=round(idle, 1),
     )  # fmt: skip

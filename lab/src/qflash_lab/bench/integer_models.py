@@ -202,7 +202,7 @@ def measure(
     energy_seconds: float = 0.0,
     tick: Callable[[str], None] = lambda _: None,
 ) -> list[Row]:
-    """Time a model with every method, in turns; one row each, keys :data:`FIELDS`.
+    """Time a model with every method, in alternation; one row each, keys :data:`FIELDS`.
 
     Args:
         name: for the rows.
@@ -285,7 +285,7 @@ def run_integer_models(
     done = report.Report(
         "models_integer", "whole models in integers and in floating point", device, FIELDS, output,
         packages={package: metadata.version(package) for method in methods for package in method.needs},
-        timing=f"{where}, warm, methods in turns (order reversed every round), median of {rounds} samples; "
+        timing=f"{where}, warm, methods in alternation (order reversed every round), median of {rounds} samples; "
         f"ratio: time of {BASELINE!r} ÷ row's time; normalising images is outside the clock",
         energy=f"NVML's counter over {energy_seconds:g} s of replay, idle power included" if energy_seconds else None,
         sqnr="20 log10(|ref| / |out - ref|) of the logits against the same weights in float32",

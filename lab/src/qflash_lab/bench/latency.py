@@ -84,7 +84,7 @@ def measure(
     rounds: int,
     tick: Callable[[str], None] = lambda _: None,
 ) -> list[Row]:
-    """Time every method on one problem, in turns, and return one row a method and mode, keys :data:`FIELDS`.
+    """Time every method on one problem, in alternation, and return one row a method and mode, keys :data:`FIELDS`.
 
     ``ratio`` is the time of the fastest of PyTorch's back ends in the run's dtype (``best_sdpa``), in the same
     way of measuring, divided by the row's. SDPA and peers are measured whatever the modes are.
@@ -172,7 +172,7 @@ def timing_method(device: torch.device, rounds: int) -> str:
     """Say in words how times are taken."""
     if device.type != "cuda":
         return (
-            f"CPU back ends on {platform.machine()}, {torch.get_num_threads()} threads, wall clock, warm, methods in turns "
+            f"CPU back ends on {platform.machine()}, {torch.get_num_threads()} threads, wall clock, warm, methods alternating "
             f"(order reversed every round), median of up to {rounds} samples (at least 3, {CPU_SECONDS:.0f} s a method), "
             "each of at least 5 ms or one call; baselines are plain PyTorch formulas; no GPU was measured, and calls are eager "
             "whatever the mode"
@@ -180,7 +180,7 @@ def timing_method(device: torch.device, rounds: int) -> str:
     return (
         f"kernel, end-to-end: device time by CUDA events around the replay of a CUDA graph of 1 to {MOST_CALLS} calls (about "
         f"1 ms), behind an untimed replay, warm caches; eager: {EAGER_CALLS} calls or fewer between two synchronisations. "
-        f"Methods in turns (order reversed every round), median of {rounds} samples. ratio: fastest SDPA back end of the run's "
+        f"Methods alternate (reversed every round), median of {rounds} samples; ratio: fastest SDPA back end of the run's "
         "dtype ÷ row. SDPA and peers are float in, float out in every mode; baselines' kernels have int8 (or their float V) "
         "in, float16 out (I-ViT: int8 out)"
     )

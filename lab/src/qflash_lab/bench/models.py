@@ -162,7 +162,7 @@ def measure(
     rounds: int,
     tick: Callable[[str], None] = lambda _: None,
 ) -> list[Row]:
-    """Time a model with every method, in turns; one row each, keys :data:`FIELDS`.
+    """Time a model with every method, in alternation; one row each, keys :data:`FIELDS`.
 
     Args:
         name: for the rows.
@@ -347,7 +347,7 @@ def run_models(
     where = "one CUDA graph of whole forward passes" if device.type == "cuda" else "eager forward passes on the CPU"
     done = report.Report(
         "models", "whole models with different attention", device, FIELDS, output,
-        timing=f"{where}, warm, methods in turns (order reversed every round), median of {rounds} samples; "
+        timing=f"{where}, warm, methods in alternation (order reversed every round), median of {rounds} samples; "
         "ratio: time with the fastest SDPA back end ÷ row's time",
         sqnr="20 log10(|ref| / |out - ref|) of the logits against the same weights in float32 with float32 attention",
         weights="pretrained" if pretrained else "as timm initialises them (small models: trained)",

@@ -1,4 +1,4 @@
-"""Two revisions of QFlash timed in one run, by turns: ``qflash-lab bench --base REF`` and ``qflash-lab models --base REF``.
+"""Two revisions of QFlash timed in one run, alternating: ``qflash-lab bench --base REF`` and ``qflash-lab models --base REF``.
 
 Each revision has processes of its own, with its package first on the path, that run :mod:`qflash_lab.bench.revision_worker`.
 This process draws the inputs and judges the outputs; it times nothing. In every round one process of either revision takes
@@ -56,7 +56,7 @@ _RESULTS = (
 
 PROCESSES = 3
 """Processes of either revision. One may be slower than another with the same code for as long as it lives, for instance by
-where its memory lies (18 % on a CPU); a single one would not show it. Odd, so that each process is the first by turns."""
+where its memory lies (18 % on a CPU); a single one would not show it. Odd, so that each process is the first in alternation."""
 
 FIELDS = col.pick(*col.PROBLEM, col.MODE, col.RECIPE, *_RESULTS)
 """Columns of ``revisions.csv``; ``same_bits``: whether both revisions returned the same."""
@@ -198,7 +198,7 @@ class Comparison:
         torch.save(inputs, self._folder / "inputs.pt")
 
     def compare(self, judge: Callable[[torch.Tensor], float], **order: Any) -> dict[str, Any]:
-        """Time both revisions on the inputs given last, by turns.
+        """Time both revisions on the inputs given last, in alternation.
 
         Args:
             judge: returns the SQNR of an output.
@@ -293,7 +293,7 @@ def timing_method(device: torch.device, rounds: int) -> str:
         how = f"wall clock on the CPU, {torch.get_num_threads()} threads"
         many = f"up to {rounds}"
     return (
-        f"{how}; up to {PROCESSES} processes a revision, samples by turns (order reversed every round), never at once; ratio: "
+        f"{how}; up to {PROCESSES} processes a revision, samples alternate (order reversed every round), never at once; ratio: "
         f"new ÷ base in a round, median and quartiles of {many} rounds, below 1 the new one is faster"
     )
 

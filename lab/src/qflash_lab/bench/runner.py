@@ -1,4 +1,4 @@
-"""The one way to time methods beside each other: prepare all, then sample by turns.
+"""The one way to time methods beside each other: prepare all, then sample in alternation.
 
 A method that fails keeps its row, with the error. Who asks says what a sample is: a time, energy, or another process's time.
 """
@@ -198,7 +198,7 @@ def measure(
     after: Callable[[Run], Row] = lambda _: {},
     tick: Callable[[str], None] = lambda _: None,
 ) -> list[Row]:
-    """Prepare every method, sample all by turns, and return their rows with what was found.
+    """Prepare every method, sample all in alternation, and return their rows with what was found.
 
     Args:
         runs: the methods on one problem.
@@ -246,7 +246,7 @@ def _spent() -> tuple[TimedCall, Row]:
 
 
 def medians(calls: Mapping[_Name, TimedCall], device: torch.device, rounds: int) -> dict[_Name, float]:
-    """Return the microseconds of several calls without their launch, medians of samples by turns; what fails raises."""
+    """Return the microseconds of several calls without their launch, medians of samples in alternation; what fails raises."""
     running = {name: timers.make_timer(call, "kernel", device) for name, call in calls.items()}
     samples: dict[_Name, list[dict[str, float]]] = by_turns(running, rounds, device)
     return {name: summarise(found)[col.MEDIAN_US] for name, found in samples.items()}

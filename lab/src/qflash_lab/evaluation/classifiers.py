@@ -170,7 +170,7 @@ def _fill(model: nn.Module, weights: Path | str, rename: Any) -> None:
 
     try:
         load_checkpoint(model, str(weights), strict=True, filter_fn=rename, weights_only=True)
-    except Exception as error:  # whatever the readers of two formats make of a file that is none, or of another model's
+    except Exception as error:  # whatever the readers of two formats make of a file of another kind, or of another model's
         said = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
         raise ValueError(f"weights must hold this model's parameters, got {weights}: {said}") from error
 

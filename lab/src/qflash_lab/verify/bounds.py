@@ -1,6 +1,6 @@
 """Bounds of every integer that attention and integer networks form: ``python -m qflash_lab.verify.bounds``.
 
-A walk through docs/algorithm.md, step by step, on integer intervals instead of integers, with the constants and, where they
+Computes docs/algorithm.md, step by step, on integer intervals instead of integers, with the constants and, where they
 work on Python's integers, the functions of :mod:`.specification.fixed_point` and :mod:`.specification.layers`. It covers every
 recipe, every head dimension, rows of every length, of one section or several, and any scales and values. Where two quantities
 depend on each other (an output's sum on the row's, a deviation on the variance) the relation is used, and said beside it.

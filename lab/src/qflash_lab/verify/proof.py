@@ -63,9 +63,9 @@ def early_operands(instructions: Sequence[Instruction]) -> list[Instruction]:
     """Return products that read registers to which queries of the next block are on their way.
 
     In the loop over blocks of :mod:`.sm90.attention_resident`, the smallest with loads, products and stores, what is loaded is
-    for the
-    next turn: until something else stands in its registers no product may read them. The assembler of Triton 3.6 was seen to
-    let them, from PTX that does not, where loads depend on a predicate (heads of 72 channels, a form of the kernel not in use).
+    for the next iteration: until something else stands in its registers no product may read them. The assembler of Triton 3.6
+    was seen to let them, from PTX that does not, where loads depend on a predicate (heads of 72 channels, a form of the kernel
+    not in use).
     """
     wanted = {"LDG", "STG"}
     loops = [body for body in product_loops(instructions) if wanted <= {i.base for i in body}]
@@ -95,9 +95,9 @@ class Report:
         constant_moves: HFMA2 that only load a constant.
         tensor_core: the matrix instructions with their counts.
         instructions: all of them, padding left out.
-        per_score: instructions per score: of one turn of the hot loops (all passes), or of the whole kernel
+        per_score: instructions per score: of one iteration of the hot loops (all passes), or of the whole kernel
             where one tile holds the row.
-        hot_loops: instructions of one turn of each pass's hot loop; empty for a single tile.
+        hot_loops: instructions of one iteration of each pass's hot loop; empty for a single tile.
         spills: loads from and stores to local memory (LDL, STL).
         stack: bytes of stack a thread; None without cuobjdump, as ``registers``.
         shared: bytes of shared memory a block.
@@ -351,7 +351,7 @@ def render(reports: Sequence[Report]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     table.caption = (
         "float: float instructions, in brackets where a kernel reads or writes floats. moves: HFMA2 that only load a "
-        "constant. a score: instructions per score, of one turn of the loops over the keys or, where one tile holds the row, "
+        "constant. a score: instructions per score, of an iteration of the loops over keys or, where one tile holds the row, "
         "of the whole kernel. spills: LDL and STL."
     )
     table.caption_justify = "left"

@@ -222,7 +222,7 @@ def product_loops(instructions: Sequence[Instruction]) -> list[list[Instruction]
 
 
 def hot_loop_sizes(instructions: Sequence[Instruction]) -> list[int]:
-    """Return the instructions of one turn of each hot loop; none for a kernel without a loop over keys.
+    """Return the instructions of one iteration of each hot loop; none for a kernel without a loop over keys.
 
     A hot loop is an innermost loop with matrix products. Each pass over the keys has up to two of them, with
     and without the test which keys take part, and both have the same products: the smaller one is the hot one.

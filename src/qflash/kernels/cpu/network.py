@@ -196,7 +196,7 @@ def launch_gated(
 def launch_rotary(
     x: torch.Tensor, turns: torch.Tensor, offset: torch.Tensor, multiplier: torch.Tensor, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Turn pairs of channels; arguments are those of :func:`qflash.network.operators.rotary.rotary`, which checks them."""
+    """Rotate pairs of channels; arguments are those of :func:`qflash.network.operators.rotary.rotary`, which checks them."""
     out = torch.empty(x.shape, dtype=out_dtype, device="cpu")
     if out.numel() == 0:
         return out

@@ -94,7 +94,7 @@ def _in_rows(rank):
 
 
 @gluon.jit
-def aside(x):
+def to_shared(x):
     """Allocate shared memory, store ``x`` there row-major, and return it."""
     smem = gl.allocate_shared_memory(x.dtype, x.shape, _in_rows(len(x.shape)))
     smem.store(x)

@@ -32,7 +32,7 @@ def rotary_kernel(
     CHANNELS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr,
     WARPS: tl.constexpr, DEPENDENT: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
-    """Turn BLOCK pairs of channels of BLOCK_T tokens of an image: x int16 and the output (images, tokens, CHANNELS).
+    """Rotate BLOCK pairs of channels of BLOCK_T tokens of an image: x int16 and the output (images, tokens, CHANNELS).
 
     turns is int32 (HEADS, tokens, HALF): cosines in the lower, sines in the upper 16 bits. All are contiguous.
     """
@@ -67,7 +67,7 @@ _PAIRS = 256
 def rotary_launch(
     x: torch.Tensor, turns: torch.Tensor, offset: torch.Tensor, multiplier: torch.Tensor, out: torch.Tensor
 ) -> KernelLaunch:
-    """Spell out the launch that turns ``x``, int16 (images, tokens, channels), into ``out``; all contiguous."""
+    """Spell out the launch that rotates ``x``, int16 (images, tokens, channels), into ``out``; all contiguous."""
     images, tokens, channels = x.shape
     heads, _, half = turns.shape
     dependent = dependent_launch(x.device, x.numel())

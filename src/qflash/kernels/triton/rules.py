@@ -1,7 +1,7 @@
 """Which calls the portable kernels take, and rules for how they divide them: measured on Hopper, else read off machine code.
 
 A number without another note was found on one H200 with Triton 3.6, CUDA-graph replay, medians of nine, all divisions of a
-shape by turns. The data lie in ``benchmarks/archive``: ``tried_h200.json``.
+shape in alternation. The data lie in ``benchmarks/archive``: ``tried_h200.json``.
 """
 
 from __future__ import annotations

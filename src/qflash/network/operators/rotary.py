@@ -48,7 +48,7 @@ def _check(
 def rotary(
     x: torch.Tensor, turns: torch.Tensor, offset: torch.Tensor, multiplier: torch.Tensor, out_dtype: torch.dtype, backend: str
 ) -> torch.Tensor:
-    """Turn pairs of channels by the angles of their token; see :class:`Rotary`.
+    """Rotate pairs of channels by the angles of their token; see :class:`Rotary`.
 
     Args:
         x: int16 (batch, tokens, channels).

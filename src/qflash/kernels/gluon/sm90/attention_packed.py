@@ -28,7 +28,6 @@ from ...common.quantize_ops import amplitude_to_scale, higher, inverse_scale, le
 from ...common.tile_ops import MASKED, MOST_ROUNDED_KEYS, inverse_key_order, packed_sequence
 from ..ptx_ops import (
     as_float32,
-    aside,
     barrier,
     fine_probabilities,
     least_if_needed,
@@ -37,6 +36,7 @@ from ..ptx_ops import (
     round_to_int8,
     row_exponents,
     row_factors,
+    to_shared,
     zero_point,
 )
 from ..row_ops import both_rows, own_twice, row_largest, row_sum
@@ -202,10 +202,10 @@ def _fill_span(
         for tile in range(tiles):
             k, v = _load_tiles(k_base, v_base, k_stride_n, v_stride_n, tile, keys, CHANNELS, BLOCK_N, WARPS)
             _fill_tile(k, v, k_smem, v_smem, tile, keys, scaling, CENTER, VALUE_OFFSET, BLOCK_N)
-    offsets = aside(scale)
+    offsets = to_shared(scale)
     scales = offsets
     if VALUE_OFFSET:
-        offsets = aside(zero * scale)
+        offsets = to_shared(zero * scale)
     return scales, offsets
 
 
@@ -216,7 +216,7 @@ def _sums_of_span(v_smem, tiles, inverse_count, WARPS: gl.constexpr):
     for tile in range(1, tiles):
         parts += gl.convert_layout(parts_of_sums(v_smem.index(tile), WARPS), parts.type.layout, assert_trivial=True)
     sums = gl.sum(parts, 1)
-    return aside(-127 * sums), aside(natural_order(twice_mean(sums, inverse_count, False), 1))
+    return to_shared(-127 * sums), to_shared(natural_order(twice_mean(sums, inverse_count, False), 1))
 
 
 @gluon.constexpr_function

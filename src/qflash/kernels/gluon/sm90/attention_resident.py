@@ -20,7 +20,7 @@ no warp waits for another, unless two share rows. A warp has sixteen rows; a qua
 
 *Resident* rows, of up to 288 keys, or up to 608 with two warps: the scores of all tiles stay in registers between
 maximum and exponential. Longer rows pass over the keys in shared memory twice per block and compute the scores again
-(TURN is then the tiles of 128 keys per turn of these loops).
+(TURN is then the tiles of 128 keys per iteration of these loops).
 
 *Order.* Issue loads of queries, keys and values; quantise (:mod:`.sm90.stage_kv`); barrier. Then per block: read
 queries, start the products with all keys, row maximum, probabilities tile by tile, products with V, normalise, store.
@@ -672,7 +672,7 @@ def hopper_kernel(
     * TAIL: places for tail queries past whole blocks, 8 or 16; 0 if there are none or they are a block.
     * ACROSS: warps that share sixteen queries; each has a part of the keys of the scores and of the channels of the
       outputs.
-    * TURN: tiles of 128 keys per turn of the loops where keys pass twice; 0 where scores are resident.
+    * TURN: tiles of 128 keys per iteration of the loops where keys pass twice; 0 where scores are resident.
     * SUMS: how the storage offset is corrected by -127 times the sums of V's channels. Products with V "begin" at them,
       they are added at the "end", or they are "products" of V with -127 in every block.
     * POLICY: the L2 eviction policy of what is read.

@@ -6,8 +6,8 @@ step 1 for the queries, for the default recipe without a mask, with the bits of 
 *Work.* A program takes one block of queries of one head, sixteen rows per warp; a quad of lanes shares rows r and r + 8
 (drawing in :mod:`.gluon.row_ops`). "Streaming": the keys pass through shared memory twice, for the row maximum and for
 the rest. A step is SPAN keys in tiles of 128, each a wgmma of its own; only the last tile of the last step may be
-narrower. A turn of the loops is UNROLL steps: two, where a step is one tile and their number is even. 72 to 96 channels are
-two spans (:mod:`.sm90.layouts`), each with copies and products of its own.
+narrower. An iteration of the loops is UNROLL steps: two, where a step is one tile and their number is even. 72 to 96 channels
+are two spans (:mod:`.sm90.layouts`), each with copies and products of its own.
 
 *Memory.* TMA copies keys (keys, channels) and values (channels, keys) to swizzled shared memory, prefetched one step
 ahead or more, and mbarriers say when they have arrived. Scores, probabilities and outputs stay in registers, as do
@@ -20,7 +20,7 @@ or outputs.
 
 1. Start the copies of the first keys and values. Meanwhile: load (and quantise) queries, sums of V's channels, output
    factors.
-2. First pass: all products of a turn are started, then their maxima taken; a slot is refilled as soon as its keys are
+2. First pass: all products of an iteration are started, then their maxima taken; a slot is refilled as soon as its keys are
    read.
 3. Row maximum, slope and offset of the exponentials, and whether exponents could wrap in any row of the program.
 4. Second pass, per tile: scores again, probabilities, asynchronous product with V, row sums.
@@ -47,7 +47,6 @@ from ...common.fixed_point import inverse_of_count, split_scale, twice_mean, usa
 from ...common.quantize_ops import CHUNKS
 from ...common.tile_ops import MASKED, MOST_ROUNDED_KEYS, channel_of_row, packed_sequence, packed_start
 from ..ptx_ops import (
-    aside,
     barrier,
     fine_probabilities,
     least_score,
@@ -57,6 +56,7 @@ from ..ptx_ops import (
     raised,
     row_exponents,
     row_factors,
+    to_shared,
 )
 from ..row_ops import beside_rows, both_rows, one_row, own_twice, row_largest, row_sum
 from .layouts import (
@@ -104,13 +104,13 @@ TILE = gl.constexpr(128)
 
 @gluon.constexpr_function
 def step_columns(place, unroll, kind, span, left):
-    """Return the columns of step ``place`` of a turn; in the last one the last step may have fewer (:func:`turn_kinds`)."""
+    """Return the columns of an iteration's step ``place``; the last step may have fewer in the last (:func:`turn_kinds`)."""
     return (span, left, TILE.value // 2)[kind] if place == unroll - 1 else span
 
 
 @gluon.constexpr_function
 def turn_kinds(varlen):
-    """Return how many kinds of turns there are: of whole steps, and the last one; of packed sequences half a tile, too."""
+    """Return how many kinds of iterations there are: of whole steps, and the last one; of packed sequences half a tile, too."""
     return 3 if varlen else 2
 
 
@@ -175,7 +175,7 @@ def _put_aside(numbers):
     found = ()
     for i in gl.static_range(len(numbers)):
         if numbers[i].type.is_block():
-            found = found + (aside(numbers[i]),)
+            found = found + (to_shared(numbers[i]),)
         else:
             found = found + (numbers[i],)
     return found
@@ -216,8 +216,8 @@ def long_hopper_kernel(
     Keys are rows of one matrix (``k_desc``): of head h of batch element z those from ``z * k_rows_z + h * k_rows_h``
     on, in the columns from ``h * k_columns_h`` on. The channels of packed V are rows of another (``v_desc``); their
     sums come in ``parts`` chunks. A head's last span, if it has two, is described once more (``k_last_desc``,
-    ``v_last_desc``). SPAN is the keys of a step; a turn of the loops is UNROLL steps, 1, or 2 if their number is even. The
-    last step has LEFT columns; with WHOLE, SPAN keys. With QUANTIZE queries are float and get a scale each.
+    ``v_last_desc``). SPAN is the keys of a step; an iteration of the loops is UNROLL steps, 1, or 2 if their number is even.
+    The last step has LEFT columns; with WHOLE, SPAN keys. With QUANTIZE queries are float and get a scale each.
 
     With VARLEN z is a sequence of packed tensors, as in :func:`.triton.attention_streaming.long_kernel`: strides of a batch are
     0 but those of scales and sums, the last step is as wide as all, values begin at :func:`.common.tile_ops.packed_start`, and
@@ -296,10 +296,10 @@ def long_hopper_kernel(
     for c in gl.static_range(COUNT):
         of_span = sums_ptr + head * parts * WIDTH + FROM[c]
         of_rows = -127 * _value_sums(of_span, parts, WIDTH, DV[c], WARPS, True)
-        sums = sums + (aside(pairs_twice(of_rows)) if BEGIN else aside(of_rows),)
+        sums = sums + (to_shared(pairs_twice(of_rows)) if BEGIN else to_shared(of_rows),)
         if EXACT:
             mean = twice_mean(_value_sums(of_span, parts, WIDTH, DV[c], WARPS, False), inverse_count, False)
-            means = means + (aside(mean),)
+            means = means + (to_shared(mean),)
         else:
             means = means + (0,)
         found = output_factors(
@@ -336,7 +336,7 @@ def long_hopper_kernel(
     multiplier, fraction_bits, _ = row_factors(query_bits, units, "none", MOST, MOST_BITS)
 
     turns = steps // UNROLL
-    # turns of whole steps; a last turn that is not whole has a loop of its own in both passes
+    # iterations of whole steps; a last one that is not whole has a loop of its own in both passes
     whole = keys // (UNROLL * SPAN)
     narrow = 0
     if VARLEN:
@@ -346,7 +346,7 @@ def long_hopper_kernel(
     for last in gl.static_range(turn_kinds(VARLEN)):
         start, stop = last_turns(last, whole, turns, narrow)
         for turn in range(start, stop):
-            # all products of a turn are started before the first maximum
+            # all products of an iteration are started before the first maximum
             scores = ()
             for place in gl.static_range(UNROLL):
                 slot = turn % 2 * UNROLL + place
@@ -389,7 +389,7 @@ def long_hopper_kernel(
     mbarrier.wait(ready.index(passed % 2), (passed // 2) & 1)
     mbarrier.wait(first_values, 0)
     # Where the last step is whole, all steps go to the second loop, which raises scores, if exponents could wrap. Not with two
-    # steps per turn: without a branch in the first loop ptxas delays the copies of keys until after the exponentials.
+    # steps per iteration: without a branch in the first loop ptxas delays the copies of keys until after the exponentials.
     APART: gl.constexpr = UNROLL == 1 and LEFT == SPAN
     if APART:
         whole = gl.where(wrap, 0, whole)

@@ -180,9 +180,9 @@ def _streaming_registers(head_dim: int) -> int:
 
 
 def streaming_steps(channels: int, keys: int) -> tuple[int, int]:
-    """Return how many keys :mod:`.sm90.attention_streaming` takes at a time, and how many times a turn of its loops.
+    """Return how many keys :mod:`.sm90.attention_streaming` takes at a time, and how many times in an iteration of its loops.
 
-    Two tiles at a time where they fit; else two steps a turn where their number is even. Heads of two spans would spill then.
+    Two tiles at a time where they fit; else two steps an iteration where their number is even. Two spans would spill then.
     """
     if channels <= 64:
         return 2 * _STREAMING_TILE, 1

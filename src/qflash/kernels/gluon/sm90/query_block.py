@@ -63,7 +63,7 @@ SUM_FOUR = gl.constexpr("dp4a.s32.s32 $0, $4, $5, 0; mov.b32 $1, 0; mov.b32 $2, 
 
 @gluon.jit
 def last_turns(KIND: gl.constexpr, whole, turns, narrow):
-    """The first of some turns of a loop over keys, and where they end, by kind: whole ones, the last, the last if narrow.
+    """The first of some iterations of a loop over keys, and where they end, by kind: whole ones, the last, the last if narrow.
 
     There are ``whole`` of the first kind and ``turns`` in all; ``narrow`` is 1 if half of the last tile is enough, else 0.
     """

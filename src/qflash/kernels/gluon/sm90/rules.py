@@ -1,7 +1,7 @@
 """Which calls the kernels for Hopper take, and measured rules for how they divide them. They change speed, never a bit.
 
 A number without another note was found on one H200 with Triton 3.6, CUDA-graph replay, medians of nine, all divisions of a
-shape by turns. The data lie in ``benchmarks/archive``:
+shape in alternation. The data lie in ``benchmarks/archive``:
 
 * heads that stay in shared memory, keys read once or twice: ``spans_trial_h200.json``, ``walk_first_h200.json`` and
   ``walk_trial_h200.json``;
@@ -48,7 +48,7 @@ STAGE_FLOATS_CROWDED = 2.0
 STAGE_FLOATS_BY_EIGHT = 1.5
 """The same of wide heads by eight warps."""
 NEXT_INT8, NEXT_FLOATS, NEXT_WIDE_FLOATS = 0.3, 0.8, 1.5
-"""What a further head takes a program that passes from head to head, in blocks: others compute meanwhile."""
+"""Cost of moving to the next head, in units of one query block; part of it overlaps with other programs."""
 PASSING_BY_FOUR, PASSING_BY_EIGHT = 1.05, 1.01
 """Factors of a block's time in programs that pass from head to head: they take more registers, which four warps lack."""
 
@@ -277,7 +277,7 @@ def division(tiles: Tiles, work: Work, heads: int) -> dict[str, int | str]:
         sums = "products"
     # programs that pass from head to head have to know how many blocks a head has
     whole = 0 if splits else blocks - (tail > 0)
-    # tiles of 128 keys a turn; a loop of a single turn is unrolled, and then four tiles do not fit the registers
+    # tiles of 128 keys an iteration; a loop of a single iteration is unrolled, and then four tiles do not fit the registers
     turn = 0 if not twice else 1 if tiles.registers or keys < 512 else 2
     return {
         "WALK": not splits or splits < blocks,

@@ -41,7 +41,6 @@ from ...common.quantize_ops import (
 from ...common.tile_ops import inverse_key_order, key_order
 from ..ptx_ops import (
     as_float32,
-    aside,
     barrier,
     beside_channels,
     first_of_four,
@@ -51,6 +50,7 @@ from ..ptx_ops import (
     numbers_of,
     round_centered,
     round_to_int8,
+    to_shared,
     word_maxima,
     word_ranges,
     words_of,
@@ -223,7 +223,7 @@ def key_amplitude(low, high, mantissa, CENTER: gl.constexpr, WARPS: gl.constexpr
     DTYPE: gl.constexpr = low.dtype
     tile = low
     low, high = word_ranges(_by_warps(low, WARPS), _by_warps(high, WARPS), 1, DTYPE)
-    lows, highs = aside(low), aside(high)
+    lows, highs = to_shared(low), to_shared(high)
     keep_apart(mantissa, 0)
     low, high = word_ranges(_all_words(lows, WARPS), _all_words(highs, WARPS), 0, DTYPE)
     low, high = numbers_of(low, DTYPE), numbers_of(high, DTYPE)
@@ -275,7 +275,7 @@ def _largest_magnitudes(v, WARPS: gl.constexpr):
 @gluon.jit
 def value_maxima(most, WARPS: gl.constexpr):
     """Largest magnitudes of a span's channels over all values, as words per warp, in shared memory."""
-    return aside(word_maxima(_by_warps(most, WARPS), 1, most.dtype))
+    return to_shared(word_maxima(_by_warps(most, WARPS), 1, most.dtype))
 
 
 @gluon.jit
@@ -283,7 +283,7 @@ def value_ranges(low, high, WARPS: gl.constexpr):
     """(minima, maxima) of a span's channels over all values, as words per warp, in shared memory."""
     DTYPE: gl.constexpr = low.dtype
     low, high = word_ranges(_by_warps(low, WARPS), _by_warps(high, WARPS), 1, DTYPE)
-    return aside(low), aside(high)
+    return to_shared(low), to_shared(high)
 
 
 @gluon.jit
@@ -360,9 +360,9 @@ def quantize_values(
             else:
                 x = round_to_int8(y, beside_tile(inverse, y))
             v_smem[i][c].permute((1, 0)).store(to_fragment_order(x, ACROSS))
-        scales = scales + (aside(scale),)
+        scales = scales + (to_shared(scale),)
         if CENTER:
-            offsets = offsets + (aside(zero * scale),)
+            offsets = offsets + (to_shared(zero * scale),)
     for c in gl.static_range(len(v)):
         # keeps the allocator from reusing this memory, which would add a barrier
         for part in gl.static_range(len(lefts[c])):
@@ -442,11 +442,11 @@ def sums_aside(
     for c in gl.static_range(len(v_smem[0])):
         sums = _sums(v_smem, c, WARPS)
         if EXACT:
-            means = means + (aside(natural_order(twice_mean(sums, INVERSE_COUNT, False), ACROSS)),)
+            means = means + (to_shared(natural_order(twice_mean(sums, INVERSE_COUNT, False), ACROSS)),)
         if SUMS == "begin":
-            spans = spans + (aside(pairs_twice(-127 * sums)),)
+            spans = spans + (to_shared(pairs_twice(-127 * sums)),)
         elif SUMS == "end":
-            spans = spans + (aside(-127 * sums),)
+            spans = spans + (to_shared(-127 * sums),)
     barrier()
     if not EXACT:
         means = spans

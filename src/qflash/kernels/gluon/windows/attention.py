@@ -112,7 +112,7 @@ def _load_queries(base, stride_n: gl.constexpr, first, ROWS: gl.constexpr, QUERI
 
 @gluon.jit
 def _fetch_queries(base, stride_n: gl.constexpr, first, QUERIES: gl.constexpr):
-    """Prefetch 32 queries to L1, one per lane. Loads ahead of a loop turn would not help: ptxas moves them to their use."""
+    """Prefetch 32 queries to L1, one per lane. Loads ahead of an iteration would not help: ptxas moves them to their use."""
     n = gl.minimum(first + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0])), QUERIES - 1)
     gl.inline_asm_elementwise(PREFETCH, "=r,l", [base + n * stride_n], gl.int32, False, 1)
 

@@ -32,7 +32,6 @@ from ...common.quantize_ops import (
 from ...common.tile_ops import key_order
 from ..ptx_ops import (
     as_float32,
-    aside,
     barrier,
     halves,
     higher_words,
@@ -40,6 +39,7 @@ from ..ptx_ops import (
     lower_words,
     round_centered,
     round_to_int8,
+    to_shared,
     word_maxima,
     word_ranges,
     zero_point,
@@ -272,15 +272,15 @@ def _value_rows(x):
 
 
 @gluon.jit
-def _values_aside(v):
+def _values_to_shared(v):
     """Values (lanes, numbers) of four warps in shared memory, (256, 8): the two registers of an operand next to each other."""
     v = gl.permute(gl.reshape(v, (2, 2, 32, 4, 4)), (0, 4, 2, 1, 3))
-    return aside(gl.reshape(v, (256, 8)))
+    return to_shared(gl.reshape(v, (256, 8)))
 
 
 @gluon.jit
 def _aside_operands(smem):
-    """The two right operands of values that four warps stored with :func:`_values_aside`."""
+    """The two right operands of values that four warps stored with :func:`_values_to_shared`."""
     v = gl.permute(gl.reshape(smem.load(all_values_layout()), (2, 4, 8, 4, 2, 4)), (0, 4, 3, 5, 1, 2))
     a, b = halves(gl.reshape(v, (64, 32)))
     L: gl.constexpr = operand_layout(1, 4)
@@ -290,7 +290,7 @@ def _aside_operands(smem):
 @gluon.jit
 def shared_operands(k, v):
     """:func:`right_operands` of keys that each of four warps has all of, and values of which each has a part."""
-    smem = _values_aside(_value_lanes(v, 4))
+    smem = _values_to_shared(_value_lanes(v, 4))
     barrier()
     return _key_operands(k), _aside_operands(smem)
 
@@ -302,11 +302,11 @@ def _exchanged(k, v, scale, offset, KEYS: gl.constexpr):
     The scale and the offset are one number each, or one per channel.
     """
     WIDTHS: gl.constexpr = widths(KEYS)
-    k_smem, v_smem = aside(k), _values_aside(v)
+    k_smem, v_smem = to_shared(k), _values_to_shared(v)
     if scale.type.is_block():
-        scale_smem = aside(scale)
+        scale_smem = to_shared(scale)
     if offset.type.is_block():
-        offset_smem = aside(offset)
+        offset_smem = to_shared(offset)
     barrier()
     if scale.type.is_block():
         scale = scale_smem.load(gl.SliceLayout(0, own_rows_layout(64)))
@@ -490,7 +490,7 @@ def quantize_window(
 @gluon.jit
 def _of_all_warps(x):
     """One word per lane of four warps in shared memory, (32, 4)."""
-    return aside(gl.permute(gl.reshape(x, (4, 32)), (1, 0)))
+    return to_shared(gl.permute(gl.reshape(x, (4, 32)), (1, 0)))
 
 
 @gluon.jit

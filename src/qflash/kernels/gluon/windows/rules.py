@@ -1,7 +1,7 @@
 """Which calls the kernel for windows takes, and measured rules for how it divides them. They change speed, never a bit.
 
 A number without another note was found on one H200 with Triton 3.6, CUDA-graph replay, medians of nine, all divisions of a
-shape by turns. The data lie in ``benchmarks/archive``: ``tried_h200.json``, and of windows on int8 without
+shape in alternation. The data lie in ``benchmarks/archive``: ``tried_h200.json``, and of windows on int8 without
 a bias ``division_h100.json``, on one H100.
 """
 

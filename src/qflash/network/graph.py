@@ -386,7 +386,8 @@ class IntegerNetwork(IntegerModule):
             size: of :attr:`image_sizes`; the first if None.
 
         Raises:
-            TypeError, ValueError: ``batch`` is not such a number, ``size`` is not such a size; or, on a CPU, a node has no C kernel.
+            TypeError, ValueError: ``batch`` is not such a number, ``size`` is not such a size; or, on a CPU, a node has no C
+                kernel.
             RuntimeError: there are no C kernels on this machine.
 
         Example::

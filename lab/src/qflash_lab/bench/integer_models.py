@@ -22,6 +22,8 @@ from qflash import export_onnx
 from qflash.network.graph import IntegerNetwork
 from qflash.network.quantize import quantize_model
 
+from ..evaluation import small_models
+from ..evaluation.random_weights import randomise
 from . import console as bench_console
 from . import energy, nvml, onnx_models, report, runner, tables, timers
 from . import schema as col
@@ -280,7 +282,11 @@ def run_integer_models(
     runner.check_rounds(rounds)
     if energy_seconds and device.type != "cuda":
         raise ValueError(f"energy is read from an NVIDIA GPU's counter, the device is {device}")
-    loaded = {label(name, image_size): load(name, pretrained, image_size) for name in names}
+    loaded = {}
+    for name in names:
+        model, size = loaded[label(name, image_size)] = load(name, pretrained, image_size)
+        if not pretrained and name not in small_models.MODELS:
+            randomise(model)
     where = "one CUDA graph of whole forward passes" if device.type == "cuda" else "forward passes on the CPU"
     done = report.Report(
         "models_integer", "whole models in integers and in floating point", device, FIELDS, output,
@@ -289,7 +295,7 @@ def run_integer_models(
         f"ratio: time of {BASELINE!r} ÷ row's time; normalising images is outside the clock",
         energy=f"NVML's counter over {energy_seconds:g} s of replay, idle power included" if energy_seconds else None,
         sqnr="20 log10(|ref| / |out - ref|) of the logits against the same weights in float32",
-        weights="pretrained" if pretrained else "as timm initialises them",
+        weights="pretrained" if pretrained else "drawn, so that every layer shows in the output (small models: trained)",
     )  # fmt: skip
     done.begin()
     with bench_console.progress_bar(len(loaded) * len(batches) * len(methods)) as tick:

@@ -43,7 +43,8 @@ from qflash_lab.evaluation import probe, real_data, small_models
 from qflash_lab.evaluation.statistics import paired, wilson_interval
 
 RESULTS = declared.RESULTS / "integer_networks.json"
-SPEED = RESULTS.with_name("models_integer_h200.json")
+SPEED = RESULTS.with_name("networks_h200.json")
+PEERS = RESULTS.with_name("models_integer_h200.json")
 PROCESSOR = RESULTS.with_name("models_integer_cpu.json")
 
 Run = Callable[[torch.Tensor], torch.Tensor]
@@ -180,9 +181,28 @@ def measure(
     return rows
 
 
+NAMES = {
+    "vit_base_patch32_clip_quickgelu_224": "CLIP-B/32", "vit_large_patch14_clip_quickgelu_224": "CLIP-L/14",
+    "vit_base_patch16_224": "ViT-B", "vit_small_patch14_dinov2": "DINOv2-S, 518 px",
+    "vit_base_patch14_dinov2": "DINOv2-B, 518 px", "vit_base_patch14_reg4_dinov2": "DINOv2-B, registers, 518 px",
+    "vit_base_patch16_dinov3": "DINOv3-B, 256 px", "vit_base_patch16_siglip_224": "SigLIP-B",
+    "vit_so400m_patch16_siglip_256": "SigLIP 2 so400m, 256 px", "swin_tiny_patch4_window7_224": "Swin-T",
+    "swinv2_tiny_window8_256": "Swin V2-T, 256 px", "deit_base_patch16_224": "DeiT-B", "deit_small_patch16_224": "DeiT-S",
+    "eva02_base_patch14_224": "EVA-02-B/14", "eva02_base_patch16_clip_224": "EVA-02 CLIP-B/16",
+}  # fmt: skip
+"""What tables call timm's models."""
+
+
 def shown(model: str) -> str:
     """Return what tables call a model."""
-    return "DINOv2-B, 518 px" if "dinov2" in model else model
+    return NAMES.get(model, model)
+
+
+@functools.cache
+def commits() -> dict[tuple[str, int], str]:
+    """Return the commit of each model and batch of :data:`SPEED`."""
+    found = declared.record(SPEED.stem)["environments"]
+    return {(each["model"], each["batch"]): each["commit"] for each in found}
 
 
 def top1(row: col.Row) -> str:
@@ -199,7 +219,7 @@ def models(file: pathlib.Path) -> list[Group]:
 
 def peers() -> list[col.Row]:
     """Return the rows of models that were measured beside torchao's, each with our images a second."""
-    found = [group for group in models(SPEED) if any(method.startswith("torchao") for method in group)]
+    found = [group for group in models(PEERS) if any(method.startswith("torchao") for method in group)]
     return [
         row | {"ours": group[col.INTEGER][col.IMAGES_PER_S]}
         for group in found
@@ -215,7 +235,7 @@ PEER_NAMES = {
 MODEL_AND_BATCH = (
     names("Model", lambda line: shown(one(col.MODEL)(line))), names("Batch", one(col.BATCH)),
 )  # fmt: skip
-SPEED_OF = {method: Of(method, col.IMAGES_PER_S) for method in (col.TIMM, col.COMPILE, col.INTEGER)}
+SPEED_OF = {method: Of(method, col.IMAGES_PER_S) for method in (col.COMPILE, col.INTEGER)}
 JOULES = Quotient(Of(col.INTEGER, col.MJ_PER_IMAGE), Of(col.COMPILE, col.MJ_PER_IMAGE))
 CPU_METHODS = {
     col.TIMM: "eager", col.COMPILE: "compiled", "onnxruntime float32": "onnxruntime float32",
@@ -235,11 +255,11 @@ TABLES = {
     "integer:speed": Table(
         lambda: models(SPEED),
         (
-            *MODEL_AND_BATCH, Column("eager", SPEED_OF[col.TIMM], blank(".0f")),
-            Column("compiled", SPEED_OF[col.COMPILE], blank(".0f")), Column("integer", SPEED_OF[col.INTEGER], blank(".0f")),
+            *MODEL_AND_BATCH, Column("compiled", SPEED_OF[col.COMPILE], blank(".0f")),
+            Column("integer", SPEED_OF[col.INTEGER], blank(".0f")),
             Column("integer ÷ compiled", Quotient(SPEED_OF[col.INTEGER], SPEED_OF[col.COMPILE]), ".2f"),
             Column("energy ÷ compiled", JOULES, blank(".2f")),
-            Column("SQNR of its logits, dB", Of(col.INTEGER, col.SQNR_DB), ".1f"),
+            names("Commit", lambda group: commits()[one(col.MODEL)(group), one(col.BATCH)(group)]),
         ),
     ),
     "integer:peers": Table(
@@ -284,7 +304,7 @@ def blocks() -> dict[str, list[str]]:
 
 def files() -> list[str]:
     """Return the result files behind the tables."""
-    return [path.name for path in (RESULTS, SPEED, PROCESSOR)]
+    return [path.name for path in (RESULTS, SPEED, PEERS, PROCESSOR)]
 
 
 def fashion_pixels(images: torch.Tensor, side: int) -> torch.Tensor:

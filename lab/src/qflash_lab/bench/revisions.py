@@ -56,7 +56,7 @@ _RESULTS = (
 
 PROCESSES = 3
 """Processes of either revision. One may be slower than another with the same code for as long as it lives, for instance by
-where its memory lies (18 % on a CPU); a single one would not show it. Odd, so that each process is the first in alternation."""
+where its memory lies (18 % on a CPU); a single one would not show it. Odd, so that all processes come first equally often."""
 
 FIELDS = col.pick(*col.PROBLEM, col.MODE, col.RECIPE, *_RESULTS)
 """Columns of ``revisions.csv``; ``same_bits``: whether both revisions returned the same."""

@@ -297,6 +297,7 @@ def test_a_part_in_floating_point(tmp_path: Path) -> None:
     [
         ([], "sizes must be a list"),
         (224, "sizes must be a list"),
+        (22.4, "sizes must be a list"),
         ([32, FIRST], "each once"),
         ([32, (1, 2, 3)], "size must be a number"),
         ([32.0], "size must be a number"),

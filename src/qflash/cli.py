@@ -196,7 +196,7 @@ def convert(
 ) -> None:
     """Quantise a float model on images, write it to a file, and compare both."""
     with _errors("convert"):
-        from .commands import check_files, load_float
+        from .commands import check_files, load_float, parse_size
         from .commands import convert as run
 
         exports = {kind: path for kind, path in (("onnx", onnx), ("tosa", tosa)) if path is not None}
@@ -204,12 +204,13 @@ def convert(
         sizes = size or []
         # further sizes are resampled from the model's own
         found = load_float(model, sizes[0] if len(sizes) == 1 else None, random_weights, device)
-        options = {"recipe": recipe, "keep_float": keep_float or [], "progress": output_format is Format.TABLE}
+        options: dict[str, Any] = {"recipe": recipe, "keep_float": keep_float or [], "progress": output_format is Format.TABLE}
+        if len(sizes) > 1:
+            options["sizes"] = [parse_size(each) for each in sizes]
         counts = calibrate, compare
         report = run(
-            found, images, output, exports, sizes=sizes if len(sizes) > 1 else [], outputs=outputs, counts=counts,
-            options=options, console=_console(output_format),
-        )  # fmt: skip
+            found, images, output, exports, outputs=outputs, counts=counts, options=options, console=_console(output_format)
+        )
         _print_json(output_format, {**report, "random_weights": random_weights})
         if random_weights and output_format is Format.TABLE:
             typer.echo("random weights: this shows that conversion works, not how close a trained model is")

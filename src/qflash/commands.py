@@ -210,8 +210,8 @@ def check_files(output: Path, exports: Mapping[str, Path]) -> None:
 
 
 def convert(
-    found: FloatModel, folder: Path, output: Path, exports: Mapping[str, Path], *, sizes: Sequence[str] = (),
-    outputs: str | None, counts: tuple[int, int], options: Mapping[str, Any], console: Console,
+    found: FloatModel, folder: Path, output: Path, exports: Mapping[str, Path], *, outputs: str | None,
+    counts: tuple[int, int], options: Mapping[str, Any], console: Console,
 ) -> Row:  # fmt: skip
     """Quantise a model, write it, and compare it with the float one, at the first size.
 
@@ -220,7 +220,6 @@ def convert(
         folder: the images.
         output: the file.
         exports: files by ``"onnx"`` and ``"tosa"``.
-        sizes: of images, see :func:`parse_size`; that of the model if there are none.
         outputs: names between commas, see :func:`qflash.quantize_model`.
         counts: images of calibration, and others that are compared.
         options: of :func:`qflash.quantize_model`.
@@ -229,10 +228,8 @@ def convert(
     Returns:
         What was printed, as JSON can hold it.
     """
-    pixels = [parse_size(each) for each in sizes]
-    if pixels:
-        found = dataclasses.replace(found, transform=image_transform(found.images, pixels[0]))
-        options = {**options, "sizes": pixels}
+    if sizes := options.get("sizes"):
+        found = dataclasses.replace(found, transform=image_transform(found.images, sizes[0]))
     model, transform = found.model, found.transform
     images = Images(folder, transform, shuffled=True)
     calibrated = min(counts[0], len(images))

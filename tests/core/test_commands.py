@@ -126,6 +126,7 @@ def test_a_name_with_random_weights_and_an_array(channels_last: bool, tmp_path: 
     assert np.array_equal(np.load(output), network.dequantize(network(torch.from_numpy(pixels))).numpy())
 
 
+@pytest.mark.slow
 def test_one_file_of_two_sizes(hub_folder: Path, images: Path, tmp_path: Path) -> None:
     file, output = tmp_path / "network", tmp_path / "out.npy"
     words = ["convert", str(hub_folder), str(images), "-o", str(file), "--size", "32", "--size", "32x48", "--calibrate", "16"]

@@ -37,7 +37,7 @@ def whole_sizes(sizes: Sequence[int | Sequence[int]]) -> tuple[Size, ...]:
     Raises:
         ValueError: there are none, one is no size, or comes twice.
     """
-    if isinstance(sizes, (str, int)) or not sizes:
+    if isinstance(sizes, str) or not isinstance(sizes, Sequence) or not sizes:
         raise ValueError(f"sizes must be a list of (height, width) or numbers of pixels, got {sizes!r}")
     found = [check_size(size) for size in sizes]
     if None in found or len(set(found)) < len(found):

@@ -146,6 +146,7 @@ def test_directions_of_imports_in_the_lab(path: pathlib.Path) -> None:
 BACK = {
     # methods of IntegerNetwork, which these modules take
     ("network.graph", "network.c_export"),
+    ("network.graph", "network.web_export"),
     ("network.graph", "network.float_parts"),
     ("network.graph", "network.onnx_export"),
     ("network.graph", "network.storage"),

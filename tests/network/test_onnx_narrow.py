@@ -172,6 +172,7 @@ def fill(module: Linear, largest: int) -> None:
     module.multiplier[:2] = largest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("left", "bits"), [(0, 31), (9, 31), (9, 16), (10, 1), (0, 24)])
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32"])
 def test_a_linear_layer(left: int, bits: int, dtype: str) -> None:
@@ -198,6 +199,7 @@ def test_a_linear_layer_of_int16() -> None:
     check(module(x, backend="reference"), lambda graph, v: onnx_operators.linear(graph, module, v), x.int())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bits", "shift"), [(18, 0), (22, 12), (31, 30), (31, 0)])
 @pytest.mark.parametrize("kind", [LinearGelu, LinearSilu])
 def test_a_linear_layer_with_an_activation(bits: int, shift: int, kind: type[LinearActivation]) -> None:
@@ -214,6 +216,7 @@ def test_a_linear_layer_with_an_activation(bits: int, shift: int, kind: type[Lin
     check(module(x, backend="reference"), lambda graph, v: onnx_operators.linear(graph, module, v), unsigned(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 6])
 def test_a_gated_product(number: int) -> None:
     layer = draw_gated(number)
@@ -225,6 +228,7 @@ def test_a_gated_product(number: int) -> None:
     check(layer.run("reference"), lambda graph, v: module.write_onnx(graph, [v], [x.shape]), x.to(torch.int32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("channels", "shift", "dtype"),
     [(1, 12, "int8"), (192, 1, "int8"), (384, 29, "int16"), (1000, 12, "int32"), (4096, 12, "int8")],
@@ -259,6 +263,7 @@ def test_a_mean_over_tokens(dtype: str) -> None:
     check(module(x), lambda graph, v: onnx_operators.mean(graph, module, v), x.to(torch.int32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 65, 600])
 @pytest.mark.parametrize("name", EXPORTED_RECIPES)
 def test_attention(tokens: int, name: str) -> None:
@@ -283,6 +288,7 @@ def test_attention_with_a_bias(tokens: int, windows: int) -> None:
 NETWORKS = ("class token", "query and key norms", "SwiGLU with a norm", "rotary", "swin", "swin v2", "root mean squares")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_networks_have_the_reference_s_bits_and_no_64_bits(
     kind: str, made: Callable[[str], tuple[Any, Any]], tmp_path: pathlib.Path

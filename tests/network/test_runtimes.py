@@ -90,7 +90,7 @@ def files(network: Any, folder: pathlib.Path, **options: bool) -> list[str]:
 def onnxruntime_levels(network: Any, images: torch.Tensor, folder: pathlib.Path) -> list[torch.Tensor]:
     runtime = pytest.importorskip("onnxruntime")
     found = []
-    for path in files(network, folder) + files(network, folder, inline=True):
+    for path in files(network, folder):
         for level in runtime.GraphOptimizationLevel.__members__.values():
             options = runtime.SessionOptions()
             options.graph_optimization_level = level
@@ -155,7 +155,7 @@ RUNTIMES: dict[str, Callable[[Any, torch.Tensor, pathlib.Path], torch.Tensor | l
     "TOSA's reference model": tosa,
 }
 """What gives logits of a network and images, and a folder for files; a list where several are compared."""
-LONG = ("exported C program", "Triton's interpreter")
+LONG = ("exported C program", "Triton's interpreter", "onnxruntime-web", "OpenVINO")
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in LONG else x for x in RUNTIMES])

@@ -185,3 +185,25 @@ def test_a_model_on_a_gpu_is_quantised_there(kind: str) -> None:
         assert not torch.equal(hooked(images.cuda()), network(images.cuda()))
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("kind", ["class token", "swin"])
+def test_logits_are_those_of_files_without_64_bits(
+    kind: str,
+    made: Callable[[str], tuple[Any, Any]],  # noqa: F811 - a fixture
+    tmp_path: Any,
+) -> None:
+    """The H200, the reference back end and onnxruntime: tests/network/test_runtimes.py has the others."""
+    runtime = pytest.importorskip("onnxruntime")
+    model, network = made(kind)
+    images = draw(model, 3, seed=31)
+    reference = copy.deepcopy(network)
+    reference.backend = "reference"
+    wanted = reference(images)
+    here = copy.deepcopy(network).to("cuda")
+    assert torch.equal(here(images.cuda()).cpu(), wanted)
+    for int64 in (True, False):
+        network.export_onnx(tmp_path / "network.onnx", int64=int64)
+        session = runtime.InferenceSession(str(tmp_path / "network.onnx"), providers=["CPUExecutionProvider"])
+        (found,) = session.run(None, {"images": images.numpy()})
+        assert torch.equal(torch.from_numpy(found), wanted)

@@ -138,8 +138,8 @@ def test_products_at_the_ends_of_int8_are_exact(lead: tuple[int, ...]) -> None:
         y = torch.full((*lead, 197, 70), b, dtype=torch.uint8)
         y[..., ::3] = 255 - b
         signed_y = y.to(torch.int64) - 128
-        assert torch.equal(run(lambda graph, p, q: graph.matmul(p, q), x, y).long(), (x.long() - 128) @ signed_y)
-        assert torch.equal(run(lambda graph, p, q: graph.matmul(p, q, x_zero=0), x, y).long(), x.long() @ signed_y)
+        assert torch.equal(run(lambda graph, p, q: graph.matmul(p, q, inner=197), x, y).long(), (x.long() - 128) @ signed_y)
+        assert torch.equal(run(lambda graph, p, q: graph.matmul(p, q, x_zero=0, inner=197), x, y).long(), x.long() @ signed_y)
 
 
 # --- modules ------------------------------------------------------------------------------------------------

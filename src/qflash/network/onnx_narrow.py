@@ -18,6 +18,7 @@ do not follow from single operations are told to it by :meth:`NarrowGraph.known`
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,13 +26,12 @@ import numpy as np
 import torch
 from onnx import helper
 
-from ..specification import layers as op
 from .onnx_graph import ZERO_POINT, Graph, Operand, Value
 
 FLOAT_BITS = 24
 """Of a float32's mantissa."""
 _INT32 = -(1 << 31), (1 << 31) - 1
-_MOVES = ("Reshape", "Transpose", "Slice", "Identity", "Expand")
+_MOVES = ("Reshape", "Transpose", "Slice", "Squeeze", "Identity", "Expand")
 """Operators whose output has elements of their first input alone."""
 
 Range = tuple[int, int]
@@ -56,6 +56,11 @@ def _rounded(x: Any, shift: int) -> Any:
 def _rest(x: Any, rounded: Any, shift: int) -> Any:
     """Return how far ``x`` is from ``rounded * 2**shift``."""
     return abs(x - (rounded << shift)) if shift > 0 else 0 * x
+
+
+def _cuts(count: int, number: int) -> list[Range]:
+    """Return first and last place of so many parts of about one size."""
+    return list(itertools.pairwise(count * i // number for i in range(number + 1)))
 
 
 class _Scheme(NamedTuple):
@@ -214,8 +219,10 @@ class NarrowGraph(Graph):
         else:
             raise OverflowError(f"{x.name} spans {[low, high]}, too much to be shifted by {least} to {most}")
         self.known(out, *quotients)
-        # a zero point is added to what is clipped next
-        return self.add(self.minimum(out, _INT32[1] - after) if quotients[1] > _INT32[1] - after else out, after) if after else out
+        if after and quotients[1] > _INT32[1] - after:
+            # a zero point, which is added to what is clipped next
+            out = self.minimum(out, _INT32[1] - after)
+        return self.add(out, after) if after else out
 
     def _binary(self, operator: str, x: Value, y: Operand, dtype: Any = None) -> Value:
         y = self.barrier(y) if isinstance(y, Value) else y
@@ -275,21 +282,29 @@ class NarrowGraph(Graph):
         return self.shift_right(x, bits, max(-ends[0], ends[1]))
 
     def affine(
-        self, x: Value, bound: np.ndarray | int, factor: Any, offset: Any, shift: int, after: int = 0, limits: Range | None = None
+        self,
+        x: Value,
+        bound: np.ndarray | int,
+        factor: Any,
+        offset: Any,
+        shift: int,
+        after: int = 0,
+        limits: Range | None = None,
     ) -> Value:
         # numbers of any size
         times, plus = (_exact(each) for each in (factor, offset))
         if shift > 32:
             # rounding down twice is rounding down once
             out = self.affine(x, bound, times, plus, 32)
-            low, high = self.ends(out)
-            return self.shift_right(out, shift - 32, max(-low, high), 0, after)
+            ends = self.ends(out)
+            return self.shift_right(out, shift - 32, max(-ends[0], ends[1]), 0, after)
         times, plus = times << (32 - shift), (plus << (32 - shift)) + (after << 32)
         own = self.ends(x)
         most = np.broadcast_to(_exact(bound), np.broadcast_shapes(np.shape(bound), times.shape, plus.shape))
-        low, high = np.maximum(-most, own[0]), np.minimum(most, own[1])
+        low: Any = np.maximum(-most, own[0])
+        high: Any = np.minimum(most, own[1])
         if limits is not None:
-            low, high = (np.asarray(each) for each in self._within(low, high, times, plus, (limits[0] + after, limits[1] + after)))
+            low, high = self._within(low, high, times, plus, (limits[0] + after, limits[1] + after))
             if (low > np.maximum(-most, own[0])).any():
                 x = super().node("Max", x, self.constant(low.astype(np.int64), np.int32, "least"))
             if (high < np.minimum(most, own[1])).any():
@@ -300,7 +315,8 @@ class NarrowGraph(Graph):
             raise OverflowError(f"{x.name} times up to {int(abs(times).max())} has no form without 64 bits")
         # E mod 2**32, of which half a unit is taken so that dividing rounds down
         exact = self.wrap("Mul", x, times)
-        exact = self.wrap("Add", exact, plus - (1 << 31))
+        if np.any(_wrapped(plus - (1 << 31))):
+            exact = self.wrap("Add", exact, plus - (1 << 31))
         if scheme.split:
             upper, lower = self.halves(x, scheme.split)
             total = self.wrap("Add", self.wrap("Mul", upper, scheme.high), self.wrap("Mul", lower, scheme.low))
@@ -317,7 +333,7 @@ class NarrowGraph(Graph):
 
     @staticmethod
     def _within(low: Any, high: Any, times: Any, plus: Any, limits: Range) -> tuple[Any, Any]:
-        """Return from where to where x counts: beyond it ``(x times + plus) >> 32`` is beyond the limits, where it saturates."""
+        """Return from where to where x counts: beyond it ``(x times + plus) >> 32`` is beyond the limits."""
         times, plus, low, high = np.broadcast_arrays(times, plus, low, high)
         if (times < 0).any():
             return low, high
@@ -420,10 +436,20 @@ class NarrowGraph(Graph):
             return self.known(out, count * min(low, 0), count * max(high, 0))
         if count == 1:
             return x if keep else self.node("Squeeze", x, self.constant([axis], np.int64))
-        half, rest = divmod(count, 2)
-        parts = self.pieces(x, [half, half, rest] if rest else [half, half], axis)
-        out = self.total(self.add(parts[0], parts[1]), axis, half, keep)
-        return out if not rest else self.add(out, self.total(parts[2], axis, 1, keep))
+        # parts whose sums are small; of large numbers two
+        number = each * count // (1 << FLOAT_BITS) + 1
+        if number > count // 2:
+            half, rest = divmod(count, 2)
+            parts = self.pieces(x, [half, half, rest] if rest else [half, half], axis)
+            out = self.total(self.add(parts[0], parts[1]), axis, half, keep)
+            return out if not rest else self.add(out, self.total(parts[2], axis, 1, keep))
+        while (sizes := [last - first for first, last in _cuts(count, number)]) and max(sizes) * each >= 1 << FLOAT_BITS:
+            number += 1
+        sums = [self.total(part, axis, size, keep) for part, size in zip(self.pieces(x, sizes, axis), sizes, strict=True)]
+        out = sums[0]
+        for part in sums[1:]:
+            out = self.add(out, part)
+        return out
 
     def pieces(self, x: Value, sizes: Sequence[int], axis: int) -> list[Value]:
         """Cut an axis into pieces of these sizes."""
@@ -445,7 +471,14 @@ class NarrowGraph(Graph):
         return self.known(out, -bound, bound)
 
     def matmul(
-        self, x: Value, y: Value, x_zero: int = ZERO_POINT, y_zero: int = ZERO_POINT, *, inner: int, weight: np.ndarray | None = None
+        self,
+        x: Value,
+        y: Value,
+        x_zero: int = ZERO_POINT,
+        y_zero: int = ZERO_POINT,
+        *,
+        inner: int,
+        weight: np.ndarray | None = None,
     ) -> Value:
         ends = [max(zero - low, high - zero) for zero, (low, high) in ((x_zero, self.ends(x)), (y_zero, self.ends(y)))]
 
@@ -456,16 +489,16 @@ class NarrowGraph(Graph):
 
         count = 1
         while True:
-            places = [inner * i // count for i in range(count + 1)]
-            bounds = [most(*each) for each in zip(places, places[1:], strict=False)]
+            cuts = _cuts(inner, count)
+            bounds = [most(first, last) for first, last in cuts]
             if max(bounds) < 1 << FLOAT_BITS:
                 break
             count += 1
         if count == 1:
             return self._product(x, y, x_zero, y_zero, bounds[0])
-        sizes = [last - first for first, last in zip(places, places[1:], strict=False)]
+        sizes = [last - first for first, last in cuts]
         parts = zip(self.pieces(x, sizes, -1), self.pieces(y, sizes, -2), bounds, strict=True)
-        out, *others = [self._product(*each, x_zero, y_zero, bound) for *each, bound in parts]
+        out, *others = [self._product(left, right, x_zero, y_zero, bound) for left, right, bound in parts]
         for each in others:
             out = self.add(out, each)
         return self.known(out, -most(0, inner), most(0, inner))
@@ -507,5 +540,5 @@ def _scheme(low: Any, high: Any, times: Any, plus: Any) -> _Scheme | None:
                     ends = least << bits, (largest + 1 << bits) - 1
                 if ends[0] < _INT32[0] or ends[1] > _INT32[1]:
                     break
-                return _Scheme(split, bits, (outside, over) if whole else None, *factors, ends)
+                return _Scheme(split, bits, (outside, over) if whole else None, factors[0], factors[1], factors[2], ends)
     return None

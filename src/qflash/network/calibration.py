@@ -234,7 +234,7 @@ class Calibration(fx.Interpreter):
         """
         super().__init__(module)
         self.tokens = tokens or {}
-        self.visible = torch.empty(0)
+        self.visible = torch.empty(0, dtype=torch.bool, device="cpu")
         self.observers = {node: Observer(keep, products) for node, products in nodes.items()}
 
     def run_node(self, n: fx.Node) -> Any:

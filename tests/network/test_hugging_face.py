@@ -111,3 +111,37 @@ def test_what_it_cannot_do_is_said() -> None:
     other = qflash.quantize_model(float_model, [images(16)], outputs=["dinov2.layernorm"], progress=False, **STATISTICS)
     with pytest.raises(ValueError, match=r"must be of logits, .* each field once, are dinov2.layernorm"):
         qflash.transformers_model(other)
+
+
+def test_a_text_encoder_in_a_pipeline() -> None:
+    """Ids and mask as a tokeniser of transformers returns them, padded to the longest text of a batch."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {word: number for number, word in enumerate(("[PAD]", "[UNK]", *"abcdefgh"))}
+    plain = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="[PAD]", unk_token="[UNK]")
+    config = transformers.BertConfig(
+        vocab_size=len(words), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=16,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    float_model = transformers.BertModel(config, add_pooling_layer=False).eval()
+    texts = ["a b c", "d e f g h a b c", "h", "g f e d c", "b b", "a h g d", "e f", "c c c c c c d"] * 2
+    coded = tokenizer(texts, return_tensors="pt", padding="max_length", max_length=8, truncation=True)
+    network = qflash.quantize_model(float_model, [coded], outputs=["last_hidden_state"], progress=False)
+    model = qflash.transformers_model(network, config)
+    assert model.main_input_name == "input_ids"
+    batch = tokenizer(texts[2:5], return_tensors="pt", padding=True)
+    assert batch["input_ids"].shape == (3, 5)
+    found = model(**batch)
+    assert torch.equal(found.last_hidden_state, network.dequantize(network(**batch)))
+    with torch.inference_mode():
+        want = float_model(**batch).last_hidden_state
+    real = batch["attention_mask"].bool()
+    assert sqnr_db(want[real], found.last_hidden_state[real]) > 24
+    extract = transformers.pipeline("feature-extraction", model=model, tokenizer=tokenizer)
+    (row,) = extract("g f e d c")
+    assert torch.equal(torch.tensor(row), found.last_hidden_state[1])
+    with pytest.raises(TypeError, match="input_ids must be an int32 or int64 tensor"):
+        model()

@@ -131,6 +131,7 @@ def test_kernels_have_the_same_bits(name: str, request: pytest.FixtureRequest) -
     assert all(torch.equal(found[key].cpu(), x) for key, x in want.items())
 
 
+@pytest.mark.slow
 def test_ranges_do_not_see_padding() -> None:
     """Positions that no calibration text has may hold any number."""
     texts = draw_texts([3, 8, 5, 7, 4, 6] * 3, seed=5)
@@ -193,6 +194,7 @@ def test_the_text_tower_of_clip(clip: Made, tmp_path: Path) -> None:
     assert sqnr_db(exact.text_embeds, plain.dequantize(plain(other))) > 24
 
 
+@pytest.mark.slow
 def test_a_layer_in_floating_point_sees_the_mask(bert: Made, tmp_path: Path) -> None:
     model, network = bert
     mixed = qflash.quantize_model(
@@ -207,6 +209,7 @@ def test_a_layer_in_floating_point_sees_the_mask(bert: Made, tmp_path: Path) -> 
         mixed.export_onnx(tmp_path / "mixed.onnx")
 
 
+@pytest.mark.slow
 def test_batches_may_be_shorter_than_the_first(bert: Made) -> None:
     """As tokenisers pad each batch to its longest text."""
     short = {name: x[8:16, :9] for name, x in CALIBRATION.items()}

@@ -425,8 +425,8 @@ def evaluate(
     data: Annotated[
         str,
         typer.Option(
-            help="Folder with one folder of images per class, or of Fashion-MNIST's idx files for its models; shipped: images "
-            "that come with the small models."
+            help="Folder with one folder of images per class, or a text file with a path and a class number in each line; a "
+            "folder of Fashion-MNIST's idx files for its models; shipped: images that come with the small models."
         ),
     ] = "shipped",
     pretrained: Annotated[bool, typer.Option("--pretrained", metavar="", help="Download timm's weights.")] = False,
@@ -441,9 +441,10 @@ def evaluate(
         "qflash-evaluate"
     ),
     overwrite: Annotated[bool, typer.Option("--overwrite", metavar="", help="Start anew where other results lie.")] = False,
-    integer: Annotated[
-        bool, typer.Option("--integer", metavar="", help="Rows for whole integer networks as well (small models).")
-    ] = False,
+    integer: Annotated[bool, typer.Option("--integer", metavar="", help="Rows for whole integer networks as well.")] = False,
+    calibration: Annotated[
+        int, typer.Option(min=2, help="With --integer: images of the folder to calibrate on; they are not judged.")
+    ] = 64,
 ) -> None:
     """Measure Top-1 and Top-5 of image classifiers with any method in their attention (the paper's Table 5).
 
@@ -472,6 +473,7 @@ def evaluate(
                 dtype=dtype.value,
                 overwrite=overwrite,
                 integer=integer,
+                calibration=calibration,
             )
     except KeyboardInterrupt:
         again = " ".join(shlex.quote(word) for word in ["qflash-lab", *sys.argv[1:]] if word != "--overwrite")
@@ -533,7 +535,7 @@ def real(
     ] = None,
     part: Annotated[
         list[str] | None,
-        typer.Option(help="vision, text, ocr or fashion; repeatable. All with data if left out."),
+        typer.Option(help="vision, text, integer, ocr or fashion; repeatable. All with data if left out."),
     ] = None,
     data: Annotated[
         pathlib.Path | None, typer.Option(exists=True, file_okay=False, help="Folder of wheels, in place of a download.")

@@ -235,7 +235,7 @@ class Calibration(fx.Interpreter):
         """
         super().__init__(module)
         self.tokens = tokens or {}
-        self.visible = torch.empty(0)
+        self.visible = torch.empty(0, dtype=torch.bool, device="cpu")
         observers = (Observer(keep, products) for products in nodes.values()) if like is None else like.observers.values()
         self.observers: dict[fx.Node, Observer] = dict(zip(nodes, observers, strict=True))
 

@@ -10,11 +10,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from .graph import IntegerNetwork
+from .inputs import takes_ids
 from .outputs import FEATURES, HIDDEN_STATES, LOGITS, TOKENS
 
 _FIELDS = {
     LOGITS: "logits", "output": "logits", TOKENS: "last_hidden_state", "last_hidden_state": "last_hidden_state",
-    FEATURES: "pooler_output", "pooler_output": "pooler_output", "image_embeds": "image_embeds",
+    FEATURES: "pooler_output", "pooler_output": "pooler_output", "image_embeds": "image_embeds", "text_embeds": "text_embeds",
 }  # fmt: skip
 """By the name of a network's output the field of :class:`IntegerOutput`."""
 
@@ -25,7 +26,7 @@ class IntegerOutput(ModelOutput):
 
     Attributes:
         last_hidden_state: (batch, tokens, channels).
-        pooler_output, image_embeds: (batch, channels).
+        pooler_output, image_embeds, text_embeds: (batch, channels).
         logits: (batch, classes).
         hidden_states: (batch, tokens, channels) of each block that is an output of the network.
     """
@@ -33,6 +34,7 @@ class IntegerOutput(ModelOutput):
     last_hidden_state: torch.Tensor | None = None
     pooler_output: torch.Tensor | None = None
     image_embeds: torch.Tensor | None = None
+    text_embeds: torch.Tensor | None = None
     logits: torch.Tensor | None = None
     hidden_states: tuple[torch.Tensor, ...] | None = None
 
@@ -59,6 +61,8 @@ class IntegerModel(PreTrainedModel):
                 f"{', '.join(network.outputs)}"
             )
         self.network = network
+        if takes_ids(network.image):
+            self.main_input_name = "input_ids"
         self.eval()
 
     @property
@@ -71,12 +75,17 @@ class IntegerModel(PreTrainedModel):
         """Of the network."""
         return next(self.network.buffers()).device
 
-    def forward(self, pixel_values: torch.Tensor, return_dict: bool | None = None, **options: Any) -> Any:
+    def forward(
+        self, pixel_values: torch.Tensor | None = None, return_dict: bool | None = None, *,
+        input_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None, **options: Any,
+    ) -> Any:  # fmt: skip
         """Return the outputs of the network, dequantised.
 
         Args:
             pixel_values: uint8 (batch, channels, height, width).
             return_dict: False for a tuple.
+            input_ids, attention_mask, token_type_ids: of texts, see :meth:`.graph.IntegerNetwork.forward`.
             options: of other models of transformers, which must not ask for anything that the network does not give.
 
         Raises:
@@ -94,7 +103,8 @@ class IntegerModel(PreTrainedModel):
                 f"pixel_values must be uint8, got {str(pixel_values.dtype).removeprefix('torch.')}: load the image processor "
                 "with do_rescale=False, do_normalize=False, since the network normalises"
             )
-        found, fields = self.network.run(pixel_values), {}
+        text = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
+        found, fields = self.network.run(self.network.prepared(pixel_values, **text)), {}
         states = []
         for name, out in found.items():
             value = out.to(torch.float32) * self.network.scales[name]

@@ -102,7 +102,7 @@ def _streams(operations: Sequence[Operation]) -> list[list[Operation]]:
     streams: dict[int, list[Operation]] = {}
     for operation in operations:
         mine = streams[id(operation)] = [operation]
-        if operation.kind != "add" and (operation.kind != "mean" or operation.inputs[0].source.kind == "norm"):
+        if operation.kind not in ("add", "select") and (operation.kind != "mean" or operation.inputs[0].source.kind == "norm"):
             continue
         for view in operation.inputs:
             other = streams[id(view.source)]
@@ -207,14 +207,15 @@ class _Stream:
 
     def _write(self, member: Operation) -> None:
         """Plan that an operation computes rotated channels."""
-        _require(member.kind in ("linear", "add", "mean") and member.channels == self.members[0].channels)
+        kinds = ("linear", "embedding", "add", "mean", "select")
+        _require(member.kind in kinds and member.channels == self.members[0].channels)
         # the mean of a normalisation is no stream
         _require(member.kind != "mean" or member.inputs[0].source in self.members)
         users = self.users[id(member)]
         views = [user.inputs[place] for user, place in users]
         views += [output.view for output in self.captured.outputs if output.view.source is member]
         _require(all(map(_is_whole, views)))
-        if member.kind != "linear":
+        if member.kind not in ("linear", "embedding"):
             _require(all(map(_is_plain, views)))
 
             def rotate_sum() -> None:
@@ -228,8 +229,11 @@ class _Stream:
 
         def rotate_layer() -> None:
             # what its users multiply its outputs by goes into it, what they add is rotated
-            assert member.matrix is not None
-            member.matrix = self.rotation.of_outputs(member.matrix.scaled(factor))
+            if member.matrix is None:
+                assert member.weight is not None
+                member.weight = self.rotation(member.weight * factor)
+            else:
+                member.matrix = self.rotation.of_outputs(member.matrix.scaled(factor))
             member.bias = None if member.bias is None else self.rotation(member.bias * factor)
             for user, place in users:
                 view = user.inputs[place]

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from helpers import idx, write_fashion
 from qflash_lab.baselines import METHODS, get_method
-from qflash_lab.bench import real, real_tables
+from qflash_lab.bench import real, real_integer, real_tables
 from qflash_lab.bench.layer_calls import LayerCall
 from qflash_lab.bench.metrics import exact_attention, sqnr
 from qflash_lab.cli import app
@@ -306,25 +306,46 @@ def test_a_vision_transformer_is_measured() -> None:
     assert type(network.blocks[0].attn).__module__.startswith("timm")
 
 
-@torch.inference_mode()
-def test_a_sentence_model_is_measured() -> None:
+class Words:
+    """A tokeniser whose ids are the lengths of words."""
+
+    def encode_batch(self, texts: list[str]) -> list[Any]:
+        longest = max(len(text.split()) for text in texts)
+        coded = []
+        for text in texts:
+            ids = [len(word) for word in text.split()]
+            rest = longest - len(ids)
+            coded.append(types.SimpleNamespace(ids=ids + [0] * rest, attention_mask=[1] * len(ids) + [0] * rest))
+        return coded
+
+
+def tiny_sentence_model(attention: str) -> real_data.SentenceModel:
     transformers = pytest.importorskip("transformers", minversion="5.0")
-    registered = real._Registered()
     torch.manual_seed(0)
     shape = {"vocab_size": 30, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    network = transformers.BertModel(transformers.BertConfig(**shape, attn_implementation="measured")).eval()
+    network = transformers.BertModel(transformers.BertConfig(**shape, attn_implementation=attention)).eval()
+    return real_data.SentenceModel(network, Words())
 
-    class Words:
-        def encode_batch(self, texts: list[str]) -> list[Any]:
-            longest = max(len(text.split()) for text in texts)
-            coded = []
-            for text in texts:
-                ids = [len(word) for word in text.split()]
-                rest = longest - len(ids)
-                coded.append(types.SimpleNamespace(ids=ids + [0] * rest, attention_mask=[1] * len(ids) + [0] * rest))
-            return coded
 
-    model = real_data.SentenceModel(network, Words())
+def test_a_sentence_model_is_measured_in_integers() -> None:
+    """Judged texts may be longer than those of calibration."""
+    calibration = ["a bb ccc", "a bb cccc eeeee", "ffffff a", "bb bb a ccc dddd", "ccc a a", "eeeee bb"] * 3
+    judged = ["a ccc bb a", "bb", "ffffff eeeee a a bb cccc", "cccc bb a"]
+    row = real_integer.measure_embeddings(
+        tiny_sentence_model("sdpa"), judged, calibration, name="tiny", device=torch.device("cpu")
+    )
+    assert row["samples"] == 4 and row["calibration_texts"] == 18 and row["longest_text"] == 6
+    assert row["calibration_tokens"] == 3 * 19 and row["sqnr_db"] > 20 and row["cosine_min"] > 0.99
+    assert 3 <= row["nearest_kept"] <= 4
+    chosen, others = real_integer.texts()
+    assert len(chosen) == 24 and not set(chosen) & set(others) and len(set(others)) > 100
+
+
+@torch.inference_mode()
+def test_a_sentence_model_is_measured() -> None:
+    pytest.importorskip("transformers", minversion="5.0")
+    registered = real._Registered()
+    model = tiny_sentence_model("measured")
     texts = ["a bb ccc", "a bb cccc eeeee", "ffffff a", "bb bb a ccc dddd"]
     layers, whole = real.measure_text(
         model, registered, texts, methods(), name="tiny", device=torch.device("cpu"), batch=3
@@ -475,7 +496,10 @@ def made_up_record() -> dict[str, Any]:
         row = {"classifier": "linear probe", "training_features": "float", "images": 4, "feature_sqnr_db": math.inf}
         top1.append(row | common | real._compare(torch.tensor([0, 1, 2, 0]), guesses, torch.tensor([0, 1, 2, 0]), 0))
     fashion = {"training_images": 9, "test_images": 4, "side": 28, "dtype": "float32", "training_features": "float"}
-    return {"layers": layers, "networks": networks, "top1": top1, "conditions": {"fashion": fashion}}
+    cosines = {"cosine_min": 0.9, "cosine_mean": 0.99}
+    integer = {"network": "BERT", "samples": 4, "calibration_texts": 9, "sqnr_db": 27.25, "nearest_kept": 3} | cosines
+    conditions = {"fashion": fashion}
+    return {"layers": layers, "networks": networks, "top1": top1, "integer": [integer], "conditions": conditions}
 
 
 def test_tables_and_files(tmp_path: Path) -> None:
@@ -510,7 +534,7 @@ def test_tables_and_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"parts": ("photos",)}, "part must be one of vision, text, ocr, fashion"),
+        ({"parts": ("photos",)}, "part must be one of vision, text, integer, ocr, fashion"),
         ({"sides": (225,)}, "multiples of 14, got 225"),
         ({"resolution": 100}, "multiples of 14, got 100"),
         ({"limit": 1}, "limit must be at least 2"),

@@ -29,6 +29,7 @@ from PIL import Image  # noqa: E402
 
 from qflash_lab.evaluation import classifiers, small_models, summaries, top1  # noqa: E402
 from qflash_lab.evaluation.classifiers import draw_subset, load_classifier  # noqa: E402
+from qflash_lab.evaluation.integer_rows import pixels_of  # noqa: E402
 from qflash_lab.evaluation.outcome_store import load_outcomes  # noqa: E402
 
 MODEL = "test_vit"
@@ -375,6 +376,66 @@ def test_the_digest_is_of_the_whole_package(monkeypatch: pytest.MonkeyPatch) -> 
     assert {package / "api.py", package / "kernels" / "dispatch.py", Path(top1.__file__)} <= set(read)
 
 
+@pytest.mark.slow
+def test_integer_networks_of_image_folders(folder: Path, weights: Path, tmp_path: Path) -> None:
+    """Calibrated on images that are not judged; a list of images gives the same."""
+    names = [path.relative_to(folder).as_posix() for path in sorted(folder.glob("*/*.png"))]
+    listed = folder / "list.txt"
+    listed.write_text("".join(f"{name} {CLASSES.index(name.partition('/')[0])}\n" for name in names))
+    report, printed = run([MODEL], ["fp32"], data=listed, weights=weights, output=tmp_path / "out", integer=True, calibration=6)
+    (result,) = report["models"]
+    rows = {row["method"]: row for row in result["methods"]}
+    assert list(rows) == ["fp32", "integer-default", "integer-accurate"]
+    assert result["images"] == 9 and result["run"]["calibration_images"] == 6 and "integer-accurate" in printed
+    judged = [outcome.id for outcome in load_outcomes(tmp_path / "out" / MODEL / "integer-default.csv")]
+    assert len(set(judged)) == 9 and set(judged) < set(names)
+    for name in ("integer-default", "integer-accurate"):
+        assert rows[name]["logits_sqnr_db"] > 20 and rows[name]["sqnr_images"] == 9 and rows[name]["top5_percent"] == 100.0
+        assert rows[name]["calibration_images"] == 6 and rows[name]["against_fp32"]["same_prediction_percent"] >= 75
+    (_, one), (_, other) = (load_classifier(MODEL, data, weights=weights) for data in (folder, listed))
+    assert list(one.ids) == list(other.ids) and one.labels == other.labels
+    assert all(torch.equal(one.dataset[place][0], other.dataset[place][0]) for place in (0, 14))
+    # what the networks take is what the file holds, before it is normalised
+    config = one.identity["preprocessing"]
+    pixels = pixels_of(one.dataset[3][0], config["mean"], config["std"])
+    again = (pixels / 255 - torch.tensor(config["mean"]).view(3, 1, 1)) / torch.tensor(config["std"]).view(3, 1, 1)
+    torch.testing.assert_close(again, one.dataset[3][0])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"calibration": 15}, "data must hold more than the 15 images to calibrate on, got 15"),
+        ({"calibration": 1}, "calibration must be at least 2"),
+        ({"dtype": "bfloat16"}, "pixels do not fit bfloat16"),
+    ],
+)
+def test_integer_networks_that_cannot_be(
+    options: dict[str, Any], words: str, folder: Path, weights: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        run([MODEL], ["fp32"], data=folder, weights=weights, output=tmp_path, integer=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "words"),
+    [
+        ("", ValueError, "lists no images"),
+        ("ant/0.png\n", ValueError, "line 1 of list.txt must be a path and a class number"),
+        ("ant/0.png zero\n", ValueError, "must be a path and a class number"),
+        ("ant/0.png 0\nant/9.png 0\n", FileNotFoundError, "line 2 of list.txt names 'ant/9.png', which is not there"),
+        ("ant/0.png 7\n", ValueError, "weights must hold this model's parameters"),
+    ],
+)
+def test_lists_that_are_refused(
+    text: str, error: type[Exception], words: str, folder: Path, weights: Path, tmp_path: Path
+) -> None:
+    draw_images(tmp_path, ("ant",), 1)
+    (tmp_path / "list.txt").write_text(text)
+    with pytest.raises(error, match=words):
+        load_classifier(MODEL, tmp_path / "list.txt", weights=weights)
+
+
 def test_rows_of_integer_networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(small_models, "CALIBRATION", 8)
     report, printed = run(["digits-vit"], ["qflash-default"], output=tmp_path, subset=10, integer=True)
@@ -406,5 +467,5 @@ def test_rows_of_integer_networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     before = per_image(tmp_path)
     assert run(["digits-vit"], ["qflash-default"], output=tmp_path, subset=10, integer=True)[0]["models"] == report["models"]
     assert per_image(tmp_path) == before
-    with pytest.raises(ValueError, match=r"integer networks are for digits-vit, .*fashion-swin, .*got DeiT-T"):
+    with pytest.raises(ValueError, match=r"data must be a folder or a list of images for integer networks of DeiT-T"):
         run(["digits-vit", "DeiT-T"], integer=True)

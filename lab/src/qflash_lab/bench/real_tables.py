@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ..baselines import METHODS
 from ..baselines.method import FLOAT
-from . import figures, records
+from . import figures, real_integer, records
 from . import schema as col
 from .schema import Row
 from .tables import Column, names
@@ -28,6 +28,8 @@ def render(record: Row) -> Iterator[Table]:
     for classifier in dict.fromkeys(row["classifier"] for row in record["top1"]):
         rows = [row for row in record["top1"] if row["classifier"] == classifier]
         yield _top1_table(classifier, rows, record["conditions"]["fashion"])
+    if record["integer"]:
+        yield render_table(record["integer"], real_integer.COLUMNS, "Integer networks, texts that calibration did not see")
 
 
 def _own_cells(row: Row) -> dict[str, str]:

@@ -118,8 +118,8 @@ def load_classifier(
 
     Args:
         name: see :func:`resolve_model_name`.
-        data: a folder with one folder of images per class; for Fashion-MNIST's models one with its idx files; or
-            :data:`SHIPPED`, the images that come with a small model.
+        data: a folder with one folder of images per class, or a text file with a path and a class number in each line; for
+            Fashion-MNIST's models a folder with its idx files; or :data:`SHIPPED`, the images that come with a small model.
         pretrained: download timm's weights for the model, or take them from its cache.
         weights: a safetensors file or torch checkpoint (loaded with ``weights_only``) instead.
 
@@ -193,11 +193,49 @@ def _small_images(name: str, data: str | Path) -> Images:
     )
 
 
+class _Listed(torch.utils.data.Dataset[tuple[Any, int]]):
+    """Images that a text file lists, a path and a class number in each line; the interface of torchvision's ImageFolder.
+
+    Attributes:
+        root: the folder of the file, which paths begin at.
+        samples: path and class of each image.
+        classes: names of classes, which are their numbers, from 0 to the largest.
+        transform: of an image.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.root, self.samples, self.transform = path.parent, [], (lambda image: image)
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if not line.strip():
+                continue
+            name, _, label = line.strip().rpartition(" ")
+            if not name.strip() or not label.isdecimal():
+                raise ValueError(f"data: line {number} of {path.name} must be a path and a class number, got {line!r}")
+            image = self.root / name.strip()
+            if not image.is_file():
+                raise FileNotFoundError(f"data: line {number} of {path.name} names {name.strip()!r}, which is not there")
+            self.samples.append((str(image), int(label)))
+        if not self.samples:
+            raise ValueError(f"data: {path.name} lists no images")
+        self.classes = [str(number) for number in range(1 + max(label for _, label in self.samples))]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        from torchvision.datasets.folder import default_loader
+
+        path, label = self.samples[index]
+        return self.transform(default_loader(path)), label
+
+
 def _open_folder(data: str | Path) -> Any:
     from torchvision.datasets import ImageFolder
 
+    if Path(data).is_file():
+        return _Listed(Path(data))
     if not Path(data).is_dir():
-        raise FileNotFoundError(f"data must be a folder with one folder of images per class, got {data}")
+        raise FileNotFoundError(f"data must be a folder with one folder of images per class, or a list of images, got {data}")
     try:
         return ImageFolder(str(data))
     except FileNotFoundError as error:
@@ -219,8 +257,8 @@ def _folder_images(folder: Any, synsets: dict[str, int] | None, model: Any) -> I
     classes = int(model.num_classes)
     if synsets is not None and classes == _IMAGENET_CLASSES:
         to_label = [synsets[name] for name in folder.classes]
-    elif len(folder.classes) == classes:
-        to_label = list(range(classes))
+    elif len(folder.classes) == classes or (isinstance(folder, _Listed) and len(folder.classes) < classes):
+        to_label = list(range(len(folder.classes)))
     else:
         raise ValueError(
             f"data must have the model's {classes} classes, or folders named by ImageNet's WordNet identifiers, "

@@ -1,8 +1,12 @@
-"""Whole integer networks as rows of ``qflash-lab evaluate``: :data:`WHOLE_NETWORKS`."""
+"""Whole integer networks as rows of ``qflash-lab evaluate``: :data:`WHOLE_NETWORKS`.
+
+Small models are calibrated on training images that come with the package, others on images of the folder that are not judged.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -34,6 +38,44 @@ class IntegerClassifier(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
+class Calibration:
+    """Images to calibrate on.
+
+    Attributes:
+        pixels: uint8 (images, channels, height, width), as the model's preprocessing cuts them.
+        mean, std: of the model's preprocessing, of pixels from 0 to 1.
+    """
+
+    pixels: torch.Tensor
+    mean: Sequence[float]
+    std: Sequence[float]
+
+
+def pixels_of(images: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
+    """Return the uint8 pixels that normalised images, float32 or float16 (..., channels, height, width), were made of."""
+    shift, factor = (torch.tensor(x, dtype=torch.float32, device=images.device).view(-1, 1, 1) for x in (mean, std))
+    return ((images.to(torch.float32) * factor + shift) * 255).round().clamp(0, 255).to(torch.uint8)
+
+
+class FolderClassifier(nn.Module):
+    """An integer network that takes what timm's preprocessing returns, normalised images.
+
+    Attributes:
+        network: quantised.
+        mean, std: of the preprocessing.
+    """
+
+    def __init__(self, network: IntegerNetwork, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        self.network, self.mean, self.std = network, mean, std
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits (batch, classes)."""
+        out: torch.Tensor = self.network.dequantize(self.network(pixels_of(images, self.mean, self.std)))
+        return out
+
+
+@dataclasses.dataclass(frozen=True)
 class WholeNetwork:
     """A row for :func:`qflash.quantize_model`, beside the attention methods.
 
@@ -53,6 +95,17 @@ class WholeNetwork:
     def bits(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Widths of the operands of Q Kᵀ and of P V."""
         return (8, 8), (16 if PRESETS[self.recipe].probability_bits > 8 else 8, 8)
+
+    def build_of(self, model: nn.Module, given: Calibration) -> FolderClassifier:
+        """Quantise a model of timm.
+
+        Args:
+            model: float, in eval mode; it is not changed.
+            given: images that are not judged.
+        """
+        batches = given.pixels.to(next(model.parameters()).device).split(_BATCH)
+        network = quantize_model(model, batches, self.recipe, mean=given.mean, std=given.std, progress=False)
+        return FolderClassifier(network, given.mean, given.std)
 
     def build(self, classifier: SmallClassifier) -> IntegerClassifier:
         """Quantise a small model, on training images that come with the package; others are judged.

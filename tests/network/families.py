@@ -180,6 +180,9 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
         block_fn=timm.models.vision_transformer.ParallelScalingBlock, init_values=0.5, qk_norm=True, qkv_bias=False
     ),
     "timm: two of each in parallel": lambda: vit(block_fn=timm.models.vision_transformer.ParallelThingsBlock, init_values=0.5),
+    "timm: positions behind a norm": lambda: published(
+        "aimv2_large_patch14_224", depth=2, embed_dim=48, num_heads=2, patch_size=8, mlp_ratio=2.0
+    ),
     "norms behind sums": NormsBehind,
     "root mean squares, spelled out": lambda: vit(norm_layer=SpelledOut),
     "transformers: Swin V2": lambda: of_transformers("Swinv2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,14 @@ REFUSED = {
     "ResNet": (resnet, r"convolution with padding, dilation or groups in conv1"),
     "XCiT": (lambda: timm.create_model("xcit_nano_12_p8_224", img_size=SIDE), r"in patch_embed\.proj\.0"),
     "GLU": (lambda: vit(mlp_layer=timm.layers.GluMlp, act_layer="sigmoid"), r"sigmoid in blocks\.0\.mlp\.act"),
+    "many channels": (
+        lambda: vit(mlp_ratio=90, scale_mlp_norm=True),
+        r"norm of blocks\.0\.mlp\.norm .* 4320 channels, more than 4096",
+    ),
+    "three of each in parallel": (
+        lambda: vit(block_fn=functools.partial(timm.models.vision_transformer.ParallelThingsBlock, num_parallel=3)),
+        r"sum of more than two stacked tensors, or over another dimension in blocks\.0",
+    ),
     "norms of other rows": (lambda: vit(norm_layer=RatioOfNorms), r"product with norms of rows of another tensor"),
     "rows bounded from below": (lambda: vit(norm_layer=Bounded), r"least number of norms of rows in blocks\.0\.norm1"),
     "images as output": (nn.PixelUnshuffle, "with parameters"),

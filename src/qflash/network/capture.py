@@ -1226,8 +1226,13 @@ def drop_unread_rows(captured: Captured) -> None:
 
     Every row that stays has the values it had.
     """
+    # what attention needs that was shortened: keys and values are of all tokens, and queries come of the same layer
+    needed: set[int] = set()
     for place in range(len(captured.operations) - 1, 0, -1):
         operation = captured.operations[place]
+        if id(operation) in needed:
+            needed.update(id(view.source) for view in operation.inputs)
+            continue
         users = [(each.inputs, number) for each in captured.operations[place + 1 :]
                  for number, view in enumerate(each.inputs) if view.source is operation]  # fmt: skip
         ends = [output for output in captured.outputs if output.view.source is operation]
@@ -1251,6 +1256,7 @@ def drop_unread_rows(captured: Captured) -> None:
             if operation.query is not None or operation.inputs[0].source.kind not in ("linear", "rotary"):
                 return
             operation.inputs[0] = operation.inputs[0].moved(_queries_of(keep))
+            needed.update(id(view.source) for view in operation.inputs)
             operation.mask = None if operation.mask is None else operation.mask[:, :, keep]
         else:
             fewer = [x.moved(_rows_of(count, keep)) for x in operation.inputs]

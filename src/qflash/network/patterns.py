@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..specification.layers import ACTIVATIONS
+from ..specification.layers import ACTIVATIONS, MAX_CHANNELS
 from ..specification.quantization import bias_to_fixed
 from ..specification.recipe import Recipe
 from . import conversion as cv
@@ -147,6 +147,7 @@ class Stream:
         rows, channels: of an image.
         group: streams that share a unit.
         is_flat: whether it is (images, channels): the mean of an image.
+        term: what all that take the operation's output add to its rows, and the node has added already; or None.
     """
 
     node: str
@@ -154,6 +155,7 @@ class Stream:
     channels: int
     group: Group
     is_flat: bool = False
+    term: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -312,7 +314,7 @@ class Lowering:
             return made, Rows(view, rows.source, whole, rows.columns, None, None)
         if key not in self.streams:
             raise _refuse(user, f"it takes what {rows.source.kind} of {rows.source.name or 'the model'} computes")
-        if rows.term is not None or rows.factor is not None or not rows.has_all_columns:
+        if not _same(rows.term, self.streams[key].term) or rows.factor is not None or not rows.has_all_columns:
             raise _refuse(user, "constants are added to, or multiplied with, the residual stream")
         self.see(self.streams[key].group, seen)
         return self.streams[key], rows
@@ -457,11 +459,53 @@ class Lowering:
         gather = None if rows.is_whole else rows.table
         module = _norm_module(operation, "int16", gather)
         group = self.group()
-        name = self.add(operation.name or "norm", module, stream.node)
-        self.streams[(id(operation),)] = self.begin(name, _whole(operation), group)
+        term = self.term_behind(operation)
+        residual = [] if term is None else [self.constant_stream(operation, term, group)]
+        name = self.add(operation.name or "norm", module, stream.node, *residual)
+        made = View(operation, (BATCH, operation.rows // BATCH, operation.channels), term=None if term is None else term[None])
+        self.streams[(id(operation),)] = self.begin(name, made, group)
+        self.streams[(id(operation),)].term = term
         float_norm = _norm(operation)
         self.twins[name] = float_norm.twin()
         self.fillers.append(lambda ranges: cv.finish_norm(module, float_norm, stream.group.unit, group.unit))
+
+    def term_behind(self, operation: Operation) -> torch.Tensor | None:
+        """Return what all that take an operation's output add to its rows, float64 (rows of an image, channels), or None."""
+        views = [(user.inputs[place], user) for user, place in self.users[id(operation)]]
+        views += [(output.view, operation) for output in self.captured.outputs if output.view.source is operation]
+        if any(view.term is None for view, _ in views):
+            return None
+        found = [rows_of(view, user) for view, user in views]
+        first = found[0].term
+        return first if all(rows.is_whole and _same(rows.term, first) for rows in found) else None
+
+    def constant_stream(self, operation: Operation, term: torch.Tensor, group: Group) -> str:
+        """Add a node that gives position embeddings, for a normalisation of patches that adds them.
+
+        It is a patch embedding whose weights are 0: no other operator gives a constant.
+
+        Args:
+            operation: the normalisation.
+            term: the positions, float64 (tokens, channels).
+            group: in whose unit they are.
+        """
+        patches = operation.inputs[0].source
+        if patches.inputs[0].source.kind != "images":
+            raise _refuse(operation, "position embeddings are added behind it, and it does not take patches of the image")
+        patch, _ = self.patch_size(patches)
+        module = PatchEmbedding(self.image[0], patch, operation.channels, len(term), 0)
+        name = self.add(f"{operation.name or 'norm'}_positions", module, IMAGES)
+        weight = torch.zeros(operation.channels, math.prod((self.image[0], *patch)), dtype=torch.float64, device="cpu")
+        self.twins[name] = FloatTwin(weight, position=term[None])
+        self.references[name] = View(patches, (BATCH, *term.shape), nowhere(BATCH, *term.shape), term=term[None]), group
+
+        def fill(ranges: Ranges) -> None:
+            cv.convert_pixels(module, weight, None, self.mean, self.deviation, group.unit, ())
+            if module.position is not None:
+                module.position.copy_(cv.to_int16(term, group.unit)[None])
+
+        self.fillers.append(fill)
+        return name
 
     def norm_before(
         self, rows: Rows, user: Operation, dtype: str, *, single: bool = False, suffix: str = "", residual: Sequence[str] = ()
@@ -1410,6 +1454,8 @@ def _norm_kind(operation: Operation | None) -> type[LayerNorm]:
 
 
 def _norm_module(operation: Operation, dtype: str, gather: torch.Tensor | None, single: bool = False) -> LayerNorm:
+    if operation.channels > MAX_CHANNELS:
+        raise _refuse(operation, f"it has {operation.channels} channels, more than {MAX_CHANNELS}")
     module = _norm_kind(operation)(operation.channels, dtype, None if gather is None else gather.shape, single)
     if gather is not None and module.gather is not None:
         module.gather.copy_(gather)

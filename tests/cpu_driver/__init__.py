@@ -99,6 +99,9 @@ LEVELS = {
     "avx512 in C": Level((*_IN_C, "-DIN_C_AVX512")),
     "avx512-vnni": Level(("-march=cascadelake", "-mprefer-vector-width=512"), ("avx512bw", "avx512_vnni")),
     "avx512-vnni in C": Level((*_IN_C, "-DIN_C_AVX512", "-DIN_C_AVX512VNNI")),
+    "amx": Level(
+        ("-march=cascadelake", "-mamx-tile", "-mamx-int8", "-mprefer-vector-width=512"), ("avx512bw", "avx512_vnni", "amx_int8")
+    ),
     "aarch64": Level(("-static",), machine="aarch64", compiler="aarch64-linux-gnu-gcc", emulator="qemu-aarch64"),
 }
 """All of them. Those "in C" run the code for an instruction set with its instructions written out in C."""

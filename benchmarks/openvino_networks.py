@@ -65,7 +65,7 @@ def openvino_runs(model: nn.Module, images: torch.Tensor, calibration: torch.Ten
         calibration: images of the same kind, for NNCF.
         threads: of a run.
     """
-    import nncf
+    import nncf  # type: ignore[import-not-found, unused-ignore]
     import openvino
 
     nncf.set_log_level(logging.ERROR)
@@ -83,7 +83,7 @@ def openvino_runs(model: nn.Module, images: torch.Tensor, calibration: torch.Ten
     # a graph has a fixed batch
     parts = [part.numpy() for part in calibration.split(len(images))]
     int8 = nncf.quantize(converted(), nncf.Dataset(parts), model_type=nncf.ModelType.TRANSFORMER)
-    runs = {}
+    runs: dict[str, Run] = {}
     for method, precision in OPENVINO.items():
         options: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1}
         if precision:
@@ -98,7 +98,7 @@ def quantised(name: str) -> tuple[nn.Module, torch.Tensor, Any]:
     """Return a model, uint8 images that calibrate it, and the network in integers."""
     model, size = load(name)
     calibration, config = integer_models.draw_pixels(16, size, 0), model.pretrained_cfg
-    network = qflash.quantize_model(model, calibration.split(4), mean=config["mean"], std=config["std"], min_sqnr=None)  # type: ignore[index]
+    network = qflash.quantize_model(model, calibration.split(4), mean=config["mean"], std=config["std"], min_sqnr=None)
     return model, calibration, network
 
 
@@ -145,7 +145,8 @@ def measure(name: str, batch: int, threads: int, seconds: float) -> list[dict[st
 def cpu() -> dict[str, Any]:
     """Return the CPU's name and the instruction sets that matter here."""
     lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    found = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
+    parts = (line.partition(":") for line in lines)
+    found = {key.strip(): value.strip() for key, _, value in parts}
     sets = ("avx2", "avx_vnni", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_int8", "amx_bf16")
     kind = " ".join(f"{key} {found.get(key)}" for key in ("model name", "cpu family", "model", "stepping"))
     return {"cpu": kind, "instructions": [each for each in sets if each in found.get("flags", "").split()]}

@@ -34,6 +34,7 @@ import declared
 import evaluate_models
 import integer_networks
 import ladder
+import openvino_networks
 import pages
 import performance_tables
 import reproduction_tables
@@ -48,8 +49,8 @@ ROOT = HERE.parent
 NOTEBOOK = HERE / "archive" / "experiments.md"
 PAGES = (*pages.PAGES, NOTEBOOK)
 MAKERS = (
-    accuracy, evaluate_models, integer_networks, ladder, performance_tables, reproduction_tables, static_attention,
-    survey_models, survey_networks,
+    accuracy, evaluate_models, integer_networks, ladder, openvino_networks, performance_tables, reproduction_tables,
+    static_attention, survey_models, survey_networks,
 )  # fmt: skip
 
 _NUMBER = re.compile(r"(?<![\w.^/\u00d7\u2013-])[-+\u2212]?\d+(?:\.\d+)?(?:e[-+]\d+)?(?![\w^\u00d7]|\.\d)")

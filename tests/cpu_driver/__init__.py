@@ -105,6 +105,9 @@ LEVELS = {
     "avx512 in C": Level((*_IN_C, "-DIN_C_AVX512")),
     "avx512-vnni": Level(("-march=cascadelake", "-mprefer-vector-width=512"), ("avx512bw", "avx512_vnni")),
     "avx512-vnni in C": Level((*_IN_C, "-DIN_C_AVX512", "-DIN_C_AVX512VNNI")),
+    "amx": Level(
+        ("-march=cascadelake", "-mamx-tile", "-mamx-int8", "-mprefer-vector-width=512"), ("avx512bw", "avx512_vnni", "amx_int8")
+    ),
     "aarch64": _arm("armv8-a"),
     "aarch64 dot product": _arm("armv8.2-a+dotprod"),
     "aarch64 i8mm": _arm("armv8.2-a+dotprod+i8mm"),

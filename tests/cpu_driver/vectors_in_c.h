@@ -38,10 +38,50 @@ static inline __m512i shift(__m512i a, int by) {
     for (int i = 0; i < 8; i++) x.longs[i] = (int64_t)((uint64_t)x.longs[i] >> by);
     return x.all;
 }
-static inline __m512i blend(int mask, __m512i a, __m512i b) {
+static inline __m512i all_longs(int64_t a) {
+    parts z;
+    for (int i = 0; i < 8; i++) z.longs[i] = a;
+    return z.all;
+}
+static inline __m512i add_longs(__m512i a, __m512i b) {
     parts x = {a}, y = {b};
-    for (int i = 0; i < 16; i++) x.words[i] = mask >> i & 1 ? y.words[i] : x.words[i];
+    for (int i = 0; i < 8; i++) x.longs[i] = (int64_t)((uint64_t)x.longs[i] + (uint64_t)y.longs[i]);
     return x.all;
+}
+static inline __m512i add_pairs(__m512i sum, __m512i a, __m512i b) {
+    parts x = {sum}, y = {madd(a, b)};
+    for (int i = 0; i < 16; i++) x.words[i] += y.words[i];
+    return x.all;
+}
+static inline __m512i magnitudes(__m512i a) {
+    parts x = {a};
+    for (int i = 0; i < 16; i++) x.words[i] = x.words[i] < 0 ? -x.words[i] : x.words[i];
+    return x.all;
+}
+static inline __m512i shuffle(__m512i kept, int mask, __m512i a, int order) {
+    parts x = {kept}, y = {a};
+    for (int i = 0; i < 16; i++)
+        if (mask >> i & 1) x.words[i] = y.words[i / 4 * 4 + (order >> i % 4 * 2 & 3)];
+    return x.all;
+}
+static inline int32_t saturate(int32_t a, int32_t end) { return a > end ? end : a < -end - 1 ? -end - 1 : a; }
+static inline __m256i to_halves(__m512i a) {
+    parts x = {a};
+    union {
+        __m256i all;
+        int16_t halves[16];
+    } z;
+    for (int i = 0; i < 16; i++) z.halves[i] = (int16_t)saturate(x.words[i], 32767);
+    return z.all;
+}
+static inline __m128i to_bytes(__m512i a) {
+    parts x = {a};
+    union {
+        __m128i all;
+        int8_t bytes[16];
+    } z;
+    for (int i = 0; i < 16; i++) z.bytes[i] = (int8_t)saturate(x.words[i], 127);
+    return z.all;
 }
 static inline __m512i smaller_words(__m512i a, __m512i b) {
     parts x = {a}, y = {b};
@@ -53,7 +93,13 @@ static inline __m512i smaller_words(__m512i a, __m512i b) {
 #define _mm512_dpbusd_epi32 add_bytes
 #define _mm512_mul_epi32 multiply
 #define _mm512_srli_epi64 shift
-#define _mm512_mask_blend_epi32 blend
+#define _mm512_set1_epi64 all_longs
+#define _mm512_add_epi64 add_longs
+#define _mm512_dpwssd_epi32 add_pairs
+#define _mm512_abs_epi32 magnitudes
+#define _mm512_mask_shuffle_epi32 shuffle
+#define _mm512_cvtsepi32_epi16 to_halves
+#define _mm512_cvtsepi32_epi8 to_bytes
 #endif
 
 #ifdef IN_C_AVXVNNI
@@ -61,6 +107,7 @@ static inline __m512i smaller_words(__m512i a, __m512i b) {
 typedef union {
     __m256i all;
     int8_t bytes[32];
+    int16_t halves[16];
     int32_t words[8];
 } halved_parts;
 static inline __m256i add_bytes_256(__m256i sum, __m256i a, __m256i b) {
@@ -68,5 +115,11 @@ static inline __m256i add_bytes_256(__m256i sum, __m256i a, __m256i b) {
     for (int i = 0; i < 32; i++) x.words[i / 4] += (uint8_t)y.bytes[i] * z.bytes[i];
     return x.all;
 }
+static inline __m256i add_pairs_256(__m256i sum, __m256i a, __m256i b) {
+    halved_parts x = {sum}, y = {a}, z = {b};
+    for (int i = 0; i < 16; i++) x.words[i / 2] += y.halves[i] * z.halves[i];
+    return x.all;
+}
 #define _mm256_dpbusd_avx_epi32 add_bytes_256
+#define _mm256_dpwssd_avx_epi32 add_pairs_256
 #endif

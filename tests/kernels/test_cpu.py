@@ -119,13 +119,14 @@ def test_many_roundings_have_the_reference_bits() -> None:
     assert same_bits(got.values, expected.values)
 
 
-@pytest.mark.parametrize("width", ["baseline", "avx2", "avx-vnni", "avx512", "avx512-vnni"])
+@pytest.mark.parametrize("width", ["baseline", "avx2", "avx-vnni", "avx512", "avx512-vnni", "amx"])
 @pytest.mark.slow
 def test_other_vector_widths_have_the_reference_bits(
     width: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     known = pathlib.Path("/proc/cpuinfo").read_text() if pathlib.Path("/proc/cpuinfo").is_file() else ""
-    if width in ("avx2", "avx-vnni") and width.replace("-", "_") not in known.split():
+    named = {"avx2": "avx2", "avx-vnni": "avx_vnni", "amx": "amx_int8"}
+    if named.get(width, "") not in ("", *known.split()):
         pytest.skip("this CPU has not these vectors")
     if width.startswith("avx512") and platform.machine() != "x86_64":
         pytest.skip("not this kind of CPU")
@@ -138,6 +139,7 @@ def test_other_vector_widths_have_the_reference_bits(
         "avx-vnni": (*haswell, "-mavxvnni"),
         "avx512": written_out,
         "avx512-vnni": (*written_out, "-DIN_C_AVX512VNNI"),
+        "amx": ("-march=cascadelake", "-mamx-tile", "-mamx-int8", "-fopenmp"),
     }
     monkeypatch.setattr(cpu, "_TRIES", (flags[width],))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

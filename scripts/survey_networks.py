@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 import qflash
+from qflash_lab.evaluation.random_weights import randomise
 from survey_models import Store, bar, is_chosen, time_limit, without_initialisation, write_page
 
 ROOT = Path(__file__).parents[1]
@@ -47,28 +48,6 @@ LARGEST = 150e6
 LONGEST = 300
 """Seconds for a model."""
 CLASSES = 10
-
-
-@torch.no_grad()
-def randomise(model: nn.Module) -> None:
-    """Draw all weights that an initialisation leaves constant, zero or small."""
-    generator = torch.Generator().manual_seed(0)
-    for name, x in model.named_parameters():
-        if not x.is_floating_point() or x.numel() == 0:
-            continue
-        leaf = name.rsplit(".", 1)[-1]
-        if x.numel() == max(x.shape, default=1):
-            if re.search(r"gamma|lambda|layer_scale|ls\d", name):
-                x.uniform_(0.2, 1.2, generator=generator)
-            else:
-                x.add_(torch.randn(x.shape, generator=generator) * 0.1)
-        elif "bias_table" in name:
-            x.normal_(0.0, 0.5, generator=generator)
-        elif "weight" not in leaf and "proj" not in leaf:
-            # class tokens, position embeddings
-            x.normal_(0.0, 0.2, generator=generator)
-        elif float(x.std()) < 0.01:
-            x.normal_(0.0, 0.03, generator=generator)
 
 
 def smooth_images(side: int) -> torch.Tensor:

@@ -12,8 +12,10 @@ import torch
 
 import qflash
 from qflash.network import execution, operators  # noqa: F401 - register the operators
-from qflash.network.modules import Attention
+from qflash.network.modules import DTYPES as MODULE_DTYPES
+from qflash.network.modules import Attention, Linear, LinearActivation
 from qflash.network.operators import rotary as _rotary_operator  # noqa: F401 - registers the operator
+from qflash.network.operators.gated import Gated
 from qflash.specification import layers as op
 from qflash.specification.fixed_point import Checker
 from qflash.specification.gated import gated
@@ -404,6 +406,39 @@ def extremes() -> list[Layer]:
                 )
             )
     return found
+
+
+def fill_linear(module: Linear, largest: int) -> None:
+    """Draw a linear layer's integers, with the largest multiplier ``largest``, whose first sums are as large as they get."""
+    outputs = module.bias.numel()
+    module.weight.copy_(torch.randint(-127, 128, module.weight.shape))
+    module.weight[0] = 127
+    module.bias.copy_(torch.randint(-(1 << 16), 1 << 16, (outputs,)))
+    module.multiplier.copy_(torch.randint(0, largest, (outputs,)))
+    module.multiplier[:2] = largest
+
+
+def activated_module(kind: type[LinearActivation], bits: int, shift: int) -> LinearActivation:
+    """Make a linear layer of 32 inputs and 16 outputs with an activation, some of whose constants are at their ends."""
+    module = kind(32, 16)
+    fill_linear(module, (1 << bits) - 1)
+    module.left = 8
+    setattr(module, f"{module.activation}_shift", shift)
+    _, multiplier, offset, _ = module.activated
+    multiplier.copy_(torch.randint(0, op.MAX_ACTIVATION_MULTIPLIER + 1, (16,)))
+    offset.copy_(torch.randint(1 - (1 << 30), 1 << 30, (16,)))
+    multiplier[:2], offset[:2] = op.MAX_ACTIVATION_MULTIPLIER, (1 << 30) - 1
+    return module
+
+
+def gated_module(layer: Layer) -> Gated:
+    """Make the module of a call of ``gated``."""
+    _, factor, multiplier, offset, activation, dtype = layer.arguments
+    module = Gated(len(multiplier), next(name for name, each in MODULE_DTYPES.items() if each == dtype), activation)
+    module.gate_multiplier = factor
+    module.multiplier.copy_(multiplier)
+    module.offset.copy_(offset)
+    return module
 
 
 def attention_module(

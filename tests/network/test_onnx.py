@@ -14,10 +14,9 @@ import pytest
 import torch
 
 import qflash
-from network_cases import EXPORTED_RECIPES, attention_module, draw_gated
+from network_cases import EXPORTED_RECIPES, activated_module, attention_module, draw_gated, fill_linear, gated_module
 from qflash.network.graph import IntegerNetwork, Node
 from qflash.network.modules import (
-    DTYPES,
     Attention,
     LayerNorm,
     Linear,
@@ -30,7 +29,6 @@ from qflash.network.modules import (
     WideLinear,
 )
 from qflash.network.onnx_check import check_onnx
-from qflash.network.operators.gated import Gated
 from qflash.specification import layers as op
 from qflash.specification.reference import ARITHMETIC_VERSION
 from small_networks import KINDS, draw
@@ -145,21 +143,12 @@ def test_products_at_the_ends_of_int8_are_exact(lead: tuple[int, ...]) -> None:
 # --- modules ------------------------------------------------------------------------------------------------
 
 
-def fill(module: Linear, largest: int) -> None:
-    outputs = module.bias.numel()
-    module.weight.copy_(torch.randint(-127, 128, module.weight.shape))
-    module.weight[0] = 127
-    module.bias.copy_(torch.randint(-(1 << 16), 1 << 16, (outputs,)))
-    module.multiplier.copy_(torch.randint(0, largest, (outputs,)))
-    module.multiplier[:2] = largest
-
-
 @pytest.mark.parametrize(("left", "bits"), [(0, 31), (9, 31), (9, 16), (10, 1), (0, 24)])
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32"])
 def test_a_linear_layer(left: int, bits: int, dtype: str) -> None:
     torch.manual_seed(bits)
     module = Linear(64, 24, dtype)
-    fill(module, (1 << bits) - 1)
+    fill_linear(module, (1 << bits) - 1)
     module.left = left
     x = torch.randint(-128, 128, (2, 7, 64), dtype=torch.int8)
     x[0, :2], x[0, 1] = 127, -128
@@ -177,7 +166,7 @@ def test_a_linear_layer(left: int, bits: int, dtype: str) -> None:
 def test_a_linear_layer_of_int16(left: int, bits: int, most: int) -> None:
     torch.manual_seed(bits)
     module = WideLinear(64, 24)
-    fill(module, (1 << bits) - 1)
+    fill_linear(module, (1 << bits) - 1)
     module.left = left
     module.weight.copy_(torch.randint(-most, most + 1, (24, 64)))
     module.bias.copy_(torch.randint(-(1 << 28), 1 << 28, (24,)))
@@ -193,14 +182,7 @@ def test_a_linear_layer_of_int16(left: int, bits: int, most: int) -> None:
 @pytest.mark.parametrize("kind", [LinearGelu, LinearSilu, LinearRelu])
 def test_a_linear_layer_with_an_activation(bits: int, shift: int, kind: type[LinearActivation]) -> None:
     torch.manual_seed(bits)
-    module = kind(32, 16)
-    fill(module, (1 << bits) - 1)
-    module.left = 8
-    setattr(module, f"{module.activation}_shift", shift)
-    _, multiplier, offset, _ = module.activated
-    multiplier.copy_(torch.randint(0, op.MAX_ACTIVATION_MULTIPLIER + 1, (16,)))
-    offset.copy_(torch.randint(1 - (1 << 30), 1 << 30, (16,)))
-    multiplier[:2], offset[:2] = op.MAX_ACTIVATION_MULTIPLIER, (1 << 30) - 1
+    module = activated_module(kind, bits, shift)
     x = torch.randint(-128, 128, (64, 32), dtype=torch.int8)
     got = run(lambda graph, value: onnx_operators.linear(graph, module, value), unsigned(x))
     assert torch.equal(got, unsigned(module(x, backend="reference")))
@@ -209,14 +191,10 @@ def test_a_linear_layer_with_an_activation(bits: int, shift: int, kind: type[Lin
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 14, 17])
 def test_a_gated_product(number: int) -> None:
     layer = draw_gated(number)
-    x, factor, multiplier, offset, activation, dtype = layer.arguments
-    module = Gated(len(multiplier), next(name for name, each in DTYPES.items() if each == dtype), activation)
-    module.gate_multiplier = factor
-    module.multiplier.copy_(multiplier)
-    module.offset.copy_(offset)
+    module, x = gated_module(layer), layer.arguments[0]
     got = run(lambda graph, value: module.write_onnx(graph, [value], [x.shape]), x.to(torch.int32))
     want = layer.run("reference")
-    assert torch.equal(got, unsigned(want) if dtype == torch.int8 else want.to(torch.int32))
+    assert torch.equal(got, unsigned(want) if want.dtype == torch.int8 else want.to(torch.int32))
 
 
 @pytest.mark.parametrize("channels", [1, 16, 384, 4096])
@@ -480,7 +458,7 @@ def wide_network() -> Any:
     network = network_of(32, 16, 384, 6, 1536, 1000)
     for module in network.modules():
         if isinstance(module, Linear):
-            fill(module, 1 << 20)
+            fill_linear(module, 1 << 20)
     for name in ("query", "key", "value", "output"):
         getattr(network.part("core"), f"{name}_scale").fill_(torch.tensor(0.01).view(torch.int32).item())
     return network

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 import qflash
-from network_cases import EXPORTED_RECIPES, attention_module, draw_gated
-from qflash.network.modules import DTYPES, LayerNorm, Linear, LinearActivation, LinearGelu, LinearSilu, Mean, WideLinear
-from qflash.network.operators.gated import Gated
+from network_cases import EXPORTED_RECIPES, activated_module, attention_module, draw_gated, fill_linear, gated_module
+from qflash.network.modules import LayerNorm, Linear, LinearActivation, LinearGelu, LinearSilu, Mean, WideLinear
 from qflash.network.operators.norms import RmsNorm
 from qflash.specification import fixed_point as fp
 from qflash.specification import layers as op
@@ -163,22 +162,13 @@ def test_matrix_products_of_many_terms(inner: int) -> None:
     check(want * 7, lambda graph, a, b: graph.multiply(graph.matmul(a, b, x_zero=0, inner=inner), 7), x, y)
 
 
-def fill(module: Linear, largest: int) -> None:
-    outputs = module.bias.numel()
-    module.weight.copy_(torch.randint(-127, 128, module.weight.shape))
-    module.weight[0] = 127
-    module.bias.copy_(torch.randint(-(1 << 16), 1 << 16, (outputs,)))
-    module.multiplier.copy_(torch.randint(0, largest, (outputs,)))
-    module.multiplier[:2] = largest
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("left", "bits"), [(0, 31), (9, 31), (9, 16), (10, 1), (0, 24)])
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32"])
 def test_a_linear_layer(left: int, bits: int, dtype: str) -> None:
     torch.manual_seed(bits)
     module = Linear(64, 24, dtype)
-    fill(module, (1 << bits) - 1)
+    fill_linear(module, (1 << bits) - 1)
     module.left = left
     x = torch.randint(-128, 128, (2, 7, 64), dtype=torch.int8)
     x[0, :2], x[0, 1] = 127, -128
@@ -192,7 +182,7 @@ def test_a_linear_layer(left: int, bits: int, dtype: str) -> None:
 
 def test_a_linear_layer_of_int16() -> None:
     module = WideLinear(300, 24)
-    fill(module, (1 << 31) - 1)
+    fill_linear(module, (1 << 31) - 1)
     x = torch.randint(-32768, 32768, (2, 7, 300), dtype=torch.int16)
     x[0, 0], x[0, 1], x[0, 2] = 32767, -32768, -1
     module.multiplier[2:] = 1 << 20
@@ -204,14 +194,7 @@ def test_a_linear_layer_of_int16() -> None:
 @pytest.mark.parametrize("kind", [LinearGelu, LinearSilu])
 def test_a_linear_layer_with_an_activation(bits: int, shift: int, kind: type[LinearActivation]) -> None:
     torch.manual_seed(bits)
-    module = kind(32, 16)
-    fill(module, (1 << bits) - 1)
-    module.left = 8
-    setattr(module, f"{module.activation}_shift", shift)
-    _, multiplier, offset, _ = module.activated
-    multiplier.copy_(torch.randint(0, op.MAX_ACTIVATION_MULTIPLIER + 1, (16,)))
-    offset.copy_(torch.randint(1 - (1 << 30), 1 << 30, (16,)))
-    multiplier[:2], offset[:2] = op.MAX_ACTIVATION_MULTIPLIER, (1 << 30) - 1
+    module = activated_module(kind, bits, shift)
     x = torch.randint(-128, 128, (64, 32), dtype=torch.int8)
     check(module(x, backend="reference"), lambda graph, v: onnx_operators.linear(graph, module, v), unsigned(x))
 
@@ -220,11 +203,7 @@ def test_a_linear_layer_with_an_activation(bits: int, shift: int, kind: type[Lin
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 6])
 def test_a_gated_product(number: int) -> None:
     layer = draw_gated(number)
-    x, factor, multiplier, offset, activation, dtype = layer.arguments
-    module = Gated(len(multiplier), next(name for name, each in DTYPES.items() if each == dtype), activation)
-    module.gate_multiplier = factor
-    module.multiplier.copy_(multiplier)
-    module.offset.copy_(offset)
+    module, x = gated_module(layer), layer.arguments[0]
     check(layer.run("reference"), lambda graph, v: module.write_onnx(graph, [v], [x.shape]), x.to(torch.int32))
 
 

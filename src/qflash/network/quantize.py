@@ -358,14 +358,14 @@ def quantize_model(
     result is the network's :attr:`~.graph.IntegerNetwork.quality`.
 
     Args:
-        model: an encoder of images in eval mode, float32, float16 or bfloat16, of timm, transformers, torchvision or your own:
+        model: an encoder of images or texts in eval mode, float32, float16 or bfloat16, of timm, transformers, torchvision or your own:
             what counts is what it computes, which ``torch.export`` traces. It is not changed.
         calibration_batches: a list or another iterable of batches, which is gone through once. A batch is uint8 images (batch,
             channels, height, width), 0 to 255, or a tuple that begins with them, or a dictionary with them as its only such
             tensor (``pixel_values``). Images of PIL are taken, too, one or a list in the place of the tensor: a model of timm
             has them resized and cropped as its ``pretrained_cfg`` says, other models need them of one size
             (:func:`qflash.image_transform`). Of a text encoder: ids, int32 or int64 (batch, tokens), or a tokeniser's
-            dictionary without padding. 32 to 64 images are enough; they have to differ.
+            dictionary; with an ``attention_mask`` in the first batch the network takes masks, too. 32 to 64 images are enough; they have to differ.
         recipe: of attention (exponential, probabilities, row sum); scales are static whatever it says of granularity.
         method: how a channel's range is found: ``"minmax"``, ``"percentile"`` or ``"mse"``. Vision transformers have a few
             massive activations that carry the result: clipping them, as the last two do, mostly costs accuracy.

@@ -16,6 +16,7 @@ from qflash.network.modules import Attention
 from qflash.network.onnx_check import check_onnx
 from qflash.network.operators.select_token import SelectToken
 from qflash.network.operators.token_embedding import TokenEmbedding
+from qflash.network.outputs import takes_mask
 from qflash.network.quality import sqnr_db
 from qflash.specification.texts import place_of, with_padding
 
@@ -209,6 +210,32 @@ def test_a_layer_in_floating_point_sees_the_mask(bert: Made, tmp_path: Path) -> 
         mixed.export_onnx(tmp_path / "mixed.onnx")
 
 
+def test_causal_attention_without_a_mask_sees_nothing_behind() -> None:
+    """The exact row sum takes the mean of all keys where there are more than 64."""
+    ids = draw_texts([80] * 8, tokens=80)["input_ids"]
+    model = draw_weights(transformers.CLIPTextModel(transformers.CLIPTextConfig(**SIZES | {"max_position_embeddings": 80})))
+    network = qflash.quantize_model(model, [ids], "default", outputs=["last_hidden_state"], progress=False, min_sqnr=None)
+    assert network.recipe.row_sum == "rounded" and not network.is_padded
+    changed = ids.clone()
+    changed[:, 70:] = 5
+    assert torch.equal(network(changed)[:, :70], network(ids)[:, :70])
+
+
+def test_which_functions_of_outputs_take_a_mask(bert: Made) -> None:
+    model = bert[0]
+    assert takes_mask(model, None) and takes_mask(model, lambda model, ids, mask: model(ids, attention_mask=mask)[0])
+    assert not takes_mask(model, lambda model, ids, layers=(0, 1): model(ids)[0])
+    assert not takes_mask(model, lambda model, ids, **options: model(ids)[0])
+
+
+def test_a_shorter_text_is_compared_with_the_model(bert: Made) -> None:
+    model, network = bert
+    short = {name: x[:, :7] for name, x in draw_texts([7, 5, 3], seed=3).items()}
+    long = draw_texts([7, 5, 3], seed=3)
+    found, wanted = (qflash.compare(network, model, each, contributions=False, progress=False) for each in (short, long))
+    assert found.sqnr_db == wanted.sqnr_db
+
+
 @pytest.mark.slow
 def test_batches_may_be_shorter_than_the_first(bert: Made) -> None:
     """As tokenisers pad each batch to its longest text."""
@@ -254,7 +281,7 @@ def test_texts_that_do_not_fit(bert: Made, change: dict[str, Any], error: type[E
         bert[1](**(TEXTS | change))
 
 
-def test_what_is_refused(bert: Made, clip: Made, tmp_path: Path) -> None:
+def test_what_is_refused(bert: Made, clip: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, network = bert
     with pytest.raises(ValueError, match=rf"ids must have shape \(batch, {TOKENS}\) or fewer tokens"):
         network(torch.ones(2, TOKENS + 1, dtype=torch.int64))
@@ -264,7 +291,15 @@ def test_what_is_refused(bert: Made, clip: Made, tmp_path: Path) -> None:
     plain = qflash.quantize_model(model, [CALIBRATION["input_ids"]], outputs=["last_hidden_state"], progress=False)
     with pytest.raises(ValueError, match="attention_mask must be 1 everywhere"):
         plain(**TEXTS)
-    with pytest.raises(ValueError, match="ids of tokens computes outside of the C kernels"):
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.compiler, "is_compiling", lambda: True)
+        with pytest.raises(ValueError, match=r"attention_mask must be left out under torch\.compile"):
+            plain(**TEXTS)
+    with pytest.raises(TypeError, match="input_ids must be given once"):
+        network(TEXTS["input_ids"], **TEXTS)
+    with pytest.raises(ValueError, match="networks of texts cannot be written without 64 bits"):
+        network.export_onnx(tmp_path / "network.onnx", int64=False)
+    with pytest.raises(ValueError, match="ids of tokens has no C kernel"):
         network.graph(2)
     pytest.importorskip("tosa_serializer")
     for each in (network, clip[1]):

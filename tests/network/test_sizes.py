@@ -114,6 +114,8 @@ def test_images_of_other_sizes_are_refused(made: Any) -> None:
         network(["a"])
     with pytest.raises(ValueError, match="empty list"):
         network([])
+    with pytest.raises(TypeError, match="got a dictionary of 'pixel_values'"):
+        network({"pixel_values": draw(TALL)})
     assert "48 x 32: " in repr(network) and "32 x 64: " in repr(network)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..specification.texts import PADDING
 from .calibration import progress_bar
 from .float_parts import with_float_parts
 from .graph import IntegerNetwork, check_network
@@ -165,8 +166,14 @@ def compare(
     check_network(network)
     lowering = network.lowering
     if lowering is None:
-        raise ValueError("network must be the one that quantize_model returned, a loaded one does not know its model")
+        raise ValueError(
+            "network must be the one that quantize_model returned; one from a file, and that of a further size, does not know "
+            "its model"
+        )
     images = network.prepared(images)
+    if network.is_padded and isinstance(images, torch.Tensor) and images.dim() == 2:
+        # the float model is compared at the length of calibration
+        images = nn.functional.pad(images, (0, max(0, network.image[0] - images.shape[1])), value=PADDING)
     check_input(images, network.image)
     parameter = next(model.parameters())
     statistics = ([0.0], [1.0]) if takes_ids(network.image) else find_statistics(model, network.image[0], mean, std)

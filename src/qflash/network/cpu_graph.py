@@ -16,7 +16,7 @@ def make_plan(network: Any, batch: int) -> tuple[Plan, torch.Tensor]:
     """Run a network once and note the calls of C; return them, and the images that they take.
 
     Raises:
-        ValueError: the network is not on the CPU, or a node computes outside of the C kernels; the message names it.
+        ValueError: the network is not on the CPU, or a node has no C kernel; the message names it.
         RuntimeError: there are no C kernels on this machine.
     """
     from ..backends import find_backend
@@ -28,14 +28,14 @@ def make_plan(network: Any, batch: int) -> tuple[Plan, torch.Tensor]:
     if not isinstance(find_backend(network.backend, device), CpuBackend):
         raise ValueError(f"network must run on the back end 'cpu', runs on {device} with the back end {network.backend!r}")
     if takes_ids(network.image):
-        raise ValueError("a network that takes ids of tokens computes outside of the C kernels, where it looks these up")
+        raise ValueError("a network that takes ids of tokens has no C kernel that looks these up")
     images = torch.randint(0, 256, (batch, *input_shape(network.image)), dtype=torch.uint8, device="cpu")
     written: set[int] = set()
 
     def look(name: str, out: torch.Tensor) -> None:
         written.update(x.untyped_storage().data_ptr() for call in calls for x in call.tensors if x is not None)
         if out.untyped_storage().data_ptr() not in written:
-            raise ValueError(f"{name}, of type {type(network.part(name)).__name__}, computes outside of the C kernels")
+            raise ValueError(f"{name}, of type {type(network.part(name)).__name__}, has no C kernel")
 
     with torch.inference_mode(False), torch.no_grad(), launch.noted_calls() as calls:
         outputs = {name: x.contiguous() for name, x in network.run(images, look).items()}

@@ -16,7 +16,7 @@ from ..specification.recipe import Recipe
 from .cpu_graph import CpuGraph
 from .cuda_graph import NetworkGraph
 from .inputs import TEXT, check_input, check_sizes, input_dtype, input_shape, takes_ids, text_ids
-from .modules import EXTRA_STATE, LOADED, Attention, IntegerModule, Mean, Widen
+from .modules import EXTRA_STATE, LOADED, Attention, First, IntegerModule, Mean, Widen
 from .operators.rotary import Rotary
 from .operators.token_embedding import TokenEmbedding
 from .operators.tokens import Tokens
@@ -43,8 +43,14 @@ class Node(NamedTuple):
 def _has_places(part: IntegerModule) -> bool:
     """Tell whether a module other than the embedding of tokens has a number for each place of a text."""
     tables = (getattr(part, name, None) for name in ("gather", "scatter"))
-    bias = part.bias if isinstance(part, Attention) else None
-    return isinstance(part, (Mean, Rotary, Tokens)) or bias is not None or any(x is not None for x in tables)
+    if isinstance(part, Attention) and (part.bias is not None or part.first > 1):
+        return True
+    # the first token is there in every text
+    if isinstance(part, Mean) and part.tokens == 1 and part.first == 0:
+        return False
+    if (isinstance(part, Widen) and part.token) or (isinstance(part, First) and part.count > 1):
+        return True
+    return isinstance(part, (Mean, Rotary, Tokens)) or any(x is not None for x in tables)
 
 
 class IntegerNetwork(IntegerModule):
@@ -222,11 +228,18 @@ class IntegerNetwork(IntegerModule):
             TypeError, ValueError: it is something else.
         """
         given = {name: x for name, x in text.items() if x is not None}
+        if isinstance(images, Mapping) and not takes_ids(self.image):
+            raise TypeError(
+                "the network takes a tensor of images, uint8 (batch, channels, height, width), got a dictionary of "
+                f"{', '.join(map(repr, images)) or 'nothing'}"
+            )
         if isinstance(images, Mapping):
             given, images = {name: x for name, x in images.items() if name in TEXT} | given, None
         if takes_ids(self.image):
             if images is not None and given:
-                given.setdefault("input_ids", images)
+                if "input_ids" in given:
+                    raise TypeError("input_ids must be given once, got the first argument and input_ids=")
+                given["input_ids"] = images
             return text_ids(given, self.is_padded) if given or images is None else images
         if given or images is None:
             raise TypeError(f"the network takes images, uint8 (batch, channels, height, width), got {', '.join(given) or None}")
@@ -437,12 +450,13 @@ class IntegerNetwork(IntegerModule):
         export_c(self, folder, batch=batch, size=size)
 
     def export_web(
-        self, folder: str | os.PathLike[str], *, name: str | None = None, example: torch.Tensor | None = None
-    ) -> None:
+        self, folder: str | os.PathLike[str], *, name: str | None = None, example: torch.Tensor | None = None,
+        size: int | Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         """Write the network as a page and a package of npm; see :func:`qflash.export_web`."""
         from .web_export import export_web
 
-        export_web(self, folder, name=name, example=example)
+        export_web(self, folder, name=name, example=example, size=size)
 
     def dequantize(self, output: Any) -> Any:
         """Return int32 logits or features as float32, or a list of them; of several outputs the dictionary of them."""

@@ -12,11 +12,11 @@ def transformers_model(network: IntegerNetwork, config: Any = None) -> Any:
     """Return a model of transformers that runs an integer network: in ``pipeline`` and in code of your own.
 
     It takes uint8 ``pixel_values``, so the image processor is loaded with ``do_rescale=False, do_normalize=False``; of a text
-    encoder what its tokeniser returns, with at most the tokens of the calibration texts. It returns a ``ModelOutput`` with
-    ``logits``, ``last_hidden_state``, ``pooler_output``, ``image_embeds``, ``text_embeds`` and ``hidden_states``: those that
-    the network gives (``quantize_model(outputs=["logits", "tokens", "features"])``), float32. Its index 0 is the first of
-    ``last_hidden_state``, ``pooler_output``, ``image_embeds``, ``text_embeds``, ``logits`` that is there. It does not train,
-    generate or save.
+    encoder what its tokeniser returns, with as many tokens as the calibration texts, or fewer where the network takes fewer. It
+    returns a ``ModelOutput`` with ``logits``, ``last_hidden_state``, ``pooler_output``, ``image_embeds``, ``text_embeds`` and
+    ``hidden_states``: those that the network gives (``quantize_model(outputs=["logits", "tokens", "features"])``), float32. Its
+    index 0 is the first of ``last_hidden_state``, ``pooler_output``, ``image_embeds``, ``text_embeds``, ``logits`` that is
+    there. It does not train, generate or save.
 
     Args:
         network: an integer network; ``model.network`` afterwards.

@@ -104,8 +104,11 @@ def text_ids(given: Mapping[str, Any], padded: bool) -> torch.Tensor:
             ids = with_padding(ids, x.to(ids.device))
             continue
         usual = int(name == "attention_mask")
-        # under torch.compile nobody can look
-        if not torch.compiler.is_compiling() and bool((x != usual).any()):
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                f"{name} must be left out under torch.compile: nothing can look there whether it is {usual} everywhere"
+            )
+        if bool((x != usual).any()):
             why = "of one segment"
             if usual:
                 why = "without padding, since the first calibration batch had no mask that the model takes"

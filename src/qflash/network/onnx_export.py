@@ -56,8 +56,8 @@ def export_onnx(
             that the file holds (domain ``qflash``); OpenVINO does not support functions.
         size: of the images, of a network with several; the first of ``network.image_sizes`` if None. A file is
             of one size.
-        int64: False computes in 32 bits alone, in operators that are exact in OpenVINO's CPU plugin as well; only shapes, axes
-            and ids of tokens are int64.
+        int64: False computes in 32 bits alone, in operators that are exact in OpenVINO's CPU plugin as well; only shapes and
+            axes are int64.
 
     Raises:
         ImportError: the package ``onnx`` is not installed.
@@ -85,6 +85,8 @@ def export_onnx(
     if not 0 <= threshold <= EXTERNAL_DATA_THRESHOLD:
         raise ValueError(f"external_data_threshold must be from 0 to {EXTERNAL_DATA_THRESHOLD}, got {threshold}")
     check_attention(network, "ONNX")
+    if not int64 and takes_ids(network.image):
+        raise ValueError("networks of texts cannot be written without 64 bits")
     if not int64 and (floats := network.float_parts()):
         raise ValueError(f"nodes in floating point cannot be written without 64 bits: {', '.join(floats)}")
     require_packages("export_onnx", "onnx")

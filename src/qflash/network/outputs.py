@@ -43,9 +43,14 @@ def _is_timm(model: nn.Module) -> bool:
 
 def takes_mask(model: nn.Module, outputs: Sequence[str] | OutputsOf | None) -> bool:
     """Tell whether an attention mask can be given: to the model by its name, or to the function of outputs behind the ids."""
+    try:
+        taken = inspect.signature(outputs if callable(outputs) else model.forward).parameters
+    except ValueError:  # of what is not written in Python
+        return False
     if callable(outputs):
-        return len(inspect.signature(outputs).parameters) > 2
-    return "attention_mask" in inspect.signature(model.forward).parameters
+        by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        return sum(each.kind in by_place and each.default is each.empty for each in taken.values()) > 2
+    return "attention_mask" in taken
 
 
 def select_outputs(model: nn.Module, outputs: Sequence[str] | OutputsOf | None, padded: bool = False) -> nn.Module:

@@ -89,8 +89,7 @@ class IntegerModel(PreTrainedModel):
             options: of other models of transformers, which must not ask for anything that the network does not give.
 
         Raises:
-            TypeError: ``pixel_values`` are not uint8.
-            ValueError: they have another size, or an option asks for something else.
+            TypeError, ValueError: images or texts are of another type or size, or an option asks for something else.
         """
         hidden = any(name.startswith(HIDDEN_STATES) for name in self.network.outputs)
         asked = [name for name, value in options.items() if value and not (name == "output_hidden_states" and hidden)]

@@ -82,7 +82,7 @@ def find_statistics(
 
 
 def _images_of(batch: Any, of_images: Callable[[Sequence[Any]], torch.Tensor]) -> Any:
-    """Return the images, or the ids of tokens, of a batch as data loaders and tokenisers give it.
+    """Return the images, or the ids of tokens, of a batch as data loaders give it.
 
     ``of_images`` turns images of PIL into a tensor.
     """
@@ -279,6 +279,9 @@ def _lower(
         image = image[0], min(map(len, tables), default=1)
     # of a float64 model in its own type
     exact = prepare(images, torch.promote_types(dtype, torch.float32))
+    if padded or any(each.is_causal for each in captured.operations):
+        # exact sums take the mean over all keys, hidden ones too
+        recipe = recipe.replace(row_sum="rounded")
     with torch.no_grad():
         wanted = check_captured(captured, model, exact)
         split_layers(captured)
@@ -358,15 +361,17 @@ def quantize_model(
     result is the network's :attr:`~.graph.IntegerNetwork.quality`.
 
     Args:
-        model: an encoder of images or texts in eval mode, float32, float16 or bfloat16, of timm, transformers, torchvision or your own:
-            what counts is what it computes, which ``torch.export`` traces. It is not changed.
+        model: an encoder of images or texts in eval mode, float32, float16 or bfloat16, of timm, transformers, torchvision or
+            your own: what counts is what it computes, which ``torch.export`` traces. It is not changed.
         calibration_batches: a list or another iterable of batches, which is gone through once. A batch is uint8 images (batch,
             channels, height, width), 0 to 255, or a tuple that begins with them, or a dictionary with them as its only such
             tensor (``pixel_values``). Images of PIL are taken, too, one or a list in the place of the tensor: a model of timm
             has them resized and cropped as its ``pretrained_cfg`` says, other models need them of one size
             (:func:`qflash.image_transform`). Of a text encoder: ids, int32 or int64 (batch, tokens), or a tokeniser's
-            dictionary; with an ``attention_mask`` in the first batch the network takes masks, too. 32 to 64 images are enough; they have to differ.
-        recipe: of attention (exponential, probabilities, row sum); scales are static whatever it says of granularity.
+            dictionary; with an ``attention_mask`` in the first batch the network takes masks, too (TOSA then has no form of
+            it). 32 to 64 images are enough; they have to differ.
+        recipe: of attention (exponential, probabilities, row sum); scales are static whatever it says of granularity, and the
+            row sum is ``"rounded"`` where keys are hidden, by padding or in causal order.
         method: how a channel's range is found: ``"minmax"``, ``"percentile"`` or ``"mse"``. Vision transformers have a few
             massive activations that carry the result: clipping them, as the last two do, mostly costs accuracy.
         percentile: for that method, above 50 and at most 100.
@@ -408,16 +413,13 @@ def quantize_model(
     texts = _Texts(takes_mask(model, outputs))
     stream = _stream(calibration_batches, parameter.device, model, texts, size)
     judged, begun, held_out = _begin(stream)
-    if texts.has_mask:
-        # what such a row holds does not depend on how many keys are hidden
-        choices = choices.replace(row_sum="rounded")
     means, deviations = [0.0], [1.0]
     if judged.dim() == 4:
         means, deviations = find_statistics(model, judged.shape[1], mean, std)
     prepare = Preparation(means, deviations, parameter.device)
     first = _lower(model, judged, size, prepare, choices, outputs, texts.has_mask)
     further = [_lower_again(first, model, each, prepare, choices, outputs) for each in others if each is not None]
-    lowering, network = first.lowering, first.network
+    lowering = first.lowering
     variety = _Variety()
     with torch.no_grad():
         calibrations: list[Calibration] = []

@@ -27,8 +27,9 @@ _PAGE = ("qflash.js", "qflash.d.ts", "index.html")
 
 
 def export_web(
-    network: IntegerNetwork, folder: str | os.PathLike[str], *, name: str | None = None, example: torch.Tensor | None = None
-) -> None:
+    network: IntegerNetwork, folder: str | os.PathLike[str], *, name: str | None = None, example: torch.Tensor | None = None,
+    size: int | Sequence[int] | None = None,
+) -> None:  # fmt: skip
     """Write a network as a page and an npm package that run it in browsers and node, without a server's help.
 
     The folder gets the network as WebAssembly with 128-bit vectors, its weights, ``qflash.js``, which gives int32 outputs for
@@ -41,15 +42,17 @@ def export_web(
         folder: is made if it is not there. Files of the same names are replaced.
         name: of the page and the package; ``network.about["name"]`` unless given.
         example: uint8 (1, channels, height, width); a drawn pattern unless given.
+        size: of the images, of a network with several; the first of ``network.image_sizes`` if None.
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: the network takes no images of one or three channels, a node computes outside of the C kernels, or
-            ``example`` has another shape.
+        ValueError: the network takes no images of one or three channels, a node has no C kernel, or ``example`` has
+            another shape.
         RuntimeError: Zig's compiler (``pip install ziglang``) or the C kernels are missing, or it fails.
         OSError: the folder cannot be written to.
     """
     check_integer(network)
+    network = network if size is None else network.at(size)
     check_path(folder)
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name must be a string, got {type(name).__name__}")
@@ -63,8 +66,6 @@ def export_web(
             raise ValueError(f"example must be one image, got {len(example)}")
         example = example.cpu().contiguous()
     compiler = _compiler()
-    with torch.inference_mode():
-        outputs = network.run(example)
     labels = list(network.about.get("labels", ()))
     crop, squash = _cropping(network.about.get("images") or {})
     title = name or network.about.get("name") or "Integer network"
@@ -74,6 +75,8 @@ def export_web(
         write_program(network, scratch)
         _compile(compiler, scratch, place / "qflash.wasm")
         shutil.copyfile(pathlib.Path(scratch) / "network.bin", place / "network.bin")
+    with torch.inference_mode():
+        outputs = network.run(example)
     page = importlib.resources.files("qflash.kernels.cpu").joinpath("program").joinpath("web")
     for each in _PAGE:
         (place / each).write_bytes(page.joinpath(each).read_bytes())
@@ -140,7 +143,7 @@ def _compile(compiler: Sequence[str], folder: str, to: pathlib.Path) -> None:
     """
     rules = (pathlib.Path(folder) / "Makefile").read_text(encoding="utf-8")
     options = [word for name in ("FLAGS", "WASM_FLAGS") for word in shlex.split(_variable(rules, name))]
-    command = [*compiler, *options, *(each for each in SOURCES if each.endswith(".c")), "-o", str(to.absolute()), "-lm"]
+    command = [*compiler, *options, *SOURCES, "-o", str(to.absolute()), "-lm"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
         raise RuntimeError(f"{shlex.join(compiler)} failed: {done.stderr.strip()[:1000]}")

@@ -473,8 +473,8 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
             );
             total[r] = found.rounded;
             /* causal: values of keys behind are not 0 */
-            for (int64_t j = width; j < grouped(n); j++) w->p[r * p_line + j] = 0;
-            for (int64_t j = width; by.bits == 15 && j < grouped(n); j++) w->upper[r * p_line + j] = 0;
+            for (int64_t j = width; j < grouped(n); j++) w->p[r * p_line + j] = (left_operand)-LOWERED;
+            for (int64_t j = width; by.bits == 15 && j < grouped(n); j++) w->upper[r * p_line + j] = (left_operand)-LOWERED;
             if (by.exact) {
                 const int64_t rounded = found.rounded << FINE_BITS;
                 total[r] = found.fine > rounded ? found.fine : rounded;

@@ -85,7 +85,7 @@ typedef struct {
     float *float_out;                   /* the same in float32, if `out` is NULL */
     int64_t batch, heads, key_heads, queries, keys, head_dim, value_dim;
     int64_t constant_mantissa, constant_exponent;             /* of scale log2(e), 24 bits */
-    int64_t causal, key_token;                               
+    int64_t causal, key_token;
     int64_t quadratic, probability_bits, nearest, exact, online, key_block, floor_output; /* the recipe */
 } reference_attention_call;
 

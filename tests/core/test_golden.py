@@ -130,7 +130,8 @@ def test_committed_files_are_those_of_the_script() -> None:
         networks = [f"network/{name}" for name in models]
         assert list(cases_of(file)) == [*cases, *networks]
         operators |= {node["operator"] for name in networks for node in cases_of(file)[name].parameters["nodes"]}
-    assert operators == set(OPERATORS)
+    # it computes no number: tests/network/test_padding.py says which token it takes
+    assert operators == set(OPERATORS) - {"SelectToken"}
     operations = {case.operation for name in FILES for case in cases_of(name).values()}
     assert operations == set(script.OPERATIONS)
     assert sum((GOLDEN / f"{name}.safetensors").stat().st_size for name in FILES) < 1_400_000

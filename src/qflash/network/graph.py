@@ -242,12 +242,15 @@ class IntegerNetwork(IntegerModule):
                 given["input_ids"] = images
             return text_ids(given, self.is_padded) if given or images is None else images
         if given or images is None:
+            if images is not None:
+                # a tracer gives all arguments, and is named there
+                check_input(images, self.image)
             raise TypeError(f"the network takes images, uint8 (batch, channels, height, width), got {', '.join(given) or None}")
         found: torch.Tensor = images
         return found
 
     def forward(
-        self, images: Any = None, *, input_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None,
+        self, images: Any = None, input_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None,
         token_type_ids: torch.Tensor | None = None,
     ) -> Any:  # fmt: skip
         """Compute the outputs for a batch of images, or of texts.

@@ -104,7 +104,8 @@ def _package(title: str) -> dict[str, Any]:
 
 def _pattern(channels: int, height: int, width: int) -> torch.Tensor:
     """Return an image of rings on slopes, the same everywhere: made of integers."""
-    y, x = torch.arange(height, device="cpu")[:, None], torch.arange(width, device="cpu")[None]
+    y, x = (torch.arange(size, dtype=torch.int64, device="cpu") for size in (height, width))
+    y, x = y[:, None], x[None]
     rings = ((2 * y - height) ** 2 + (2 * x - width) ** 2) * 6 // (height * width) % 2
     slopes = (255 * x // width, 255 * y // height, 255 - 255 * x // width)
     planes = [(slope.expand(height, width) * (1 + rings) // 2) for slope in slopes[:channels]]

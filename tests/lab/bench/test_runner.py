@@ -143,6 +143,7 @@ OTHERS = {
     "accuracy_i_vit.json": {"seed", "inverse_scale", "temperature_percent"},
     "accuracy_real.json": {"sqnr_each_db", "mse_each"},
     "integer_networks.json": None,
+    "openvino_cpu.json": None,
     "overlap_h200.json": None,
     "profile_h200.json": {"launches"},
     "static_attention.json": {"images", "calibration", "cosine_mean"},

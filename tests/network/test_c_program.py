@@ -17,7 +17,7 @@ from qflash.network import c_export
 from small_networks import KINDS, draw
 
 COMPILER = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
-SANITIZED = ("CFLAGS=-g -O1 -march=native -ffp-contract=off -fno-trapping-math -fsanitize=address,undefined", "OPENMP=")
+SANITIZED = ("CFLAGS=-g -O0 -march=native -ffp-contract=off -fno-trapping-math -fsanitize=address,undefined", "OPENMP=")
 pytestmark = pytest.mark.skipif(COMPILER is None or shutil.which("make") is None, reason="needs make and a C compiler")
 
 

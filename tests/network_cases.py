@@ -418,6 +418,17 @@ def fill_linear(module: Linear, largest: int) -> None:
     module.multiplier[:2] = largest
 
 
+def linear_module(left: int, bits: int, dtype: str) -> tuple[Linear, torch.Tensor]:
+    """Make a linear layer with multipliers of ``bits``, and int8 inputs some of which are at the ends."""
+    torch.manual_seed(bits)
+    module = Linear(64, 24, dtype)
+    fill_linear(module, (1 << bits) - 1)
+    module.left = left
+    x = torch.randint(-128, 128, (2, 7, 64), dtype=torch.int8)
+    x[0, :2], x[0, 1] = 127, -128
+    return module, x
+
+
 def activated_module(kind: type[LinearActivation], bits: int, shift: int) -> LinearActivation:
     """Make a linear layer of 32 inputs and 16 outputs with an activation, some of whose constants are at their ends."""
     module = kind(32, 16)

@@ -14,7 +14,15 @@ import pytest
 import torch
 
 import qflash
-from network_cases import EXPORTED_RECIPES, activated_module, attention_module, draw_gated, fill_linear, gated_module
+from network_cases import (
+    EXPORTED_RECIPES,
+    activated_module,
+    attention_module,
+    draw_gated,
+    fill_linear,
+    gated_module,
+    linear_module,
+)
 from qflash.network.graph import IntegerNetwork, Node
 from qflash.network.modules import (
     Attention,
@@ -146,12 +154,7 @@ def test_products_at_the_ends_of_int8_are_exact(lead: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(("left", "bits"), [(0, 31), (9, 31), (9, 16), (10, 1), (0, 24)])
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32"])
 def test_a_linear_layer(left: int, bits: int, dtype: str) -> None:
-    torch.manual_seed(bits)
-    module = Linear(64, 24, dtype)
-    fill_linear(module, (1 << bits) - 1)
-    module.left = left
-    x = torch.randint(-128, 128, (2, 7, 64), dtype=torch.int8)
-    x[0, :2], x[0, 1] = 127, -128
+    module, x = linear_module(left, bits, dtype)
     want = module(x, backend="reference")
     got = run(lambda graph, value: onnx_operators.linear(graph, module, value), unsigned(x))
     assert torch.equal(got, unsigned(want) if dtype == "int8" else want.to(torch.int32))

@@ -12,8 +12,16 @@ import pytest
 import torch
 
 import qflash
-from network_cases import EXPORTED_RECIPES, activated_module, attention_module, draw_gated, fill_linear, gated_module
-from qflash.network.modules import LayerNorm, Linear, LinearActivation, LinearGelu, LinearSilu, Mean, WideLinear
+from network_cases import (
+    EXPORTED_RECIPES,
+    activated_module,
+    attention_module,
+    draw_gated,
+    fill_linear,
+    gated_module,
+    linear_module,
+)
+from qflash.network.modules import LayerNorm, LinearActivation, LinearGelu, LinearSilu, Mean, WideLinear
 from qflash.network.operators.norms import RmsNorm
 from qflash.specification import fixed_point as fp
 from qflash.specification import layers as op
@@ -166,12 +174,7 @@ def test_matrix_products_of_many_terms(inner: int) -> None:
 @pytest.mark.parametrize(("left", "bits"), [(0, 31), (9, 31), (9, 16), (10, 1), (0, 24)])
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32"])
 def test_a_linear_layer(left: int, bits: int, dtype: str) -> None:
-    torch.manual_seed(bits)
-    module = Linear(64, 24, dtype)
-    fill_linear(module, (1 << bits) - 1)
-    module.left = left
-    x = torch.randint(-128, 128, (2, 7, 64), dtype=torch.int8)
-    x[0, :2], x[0, 1] = 127, -128
+    module, x = linear_module(left, bits, dtype)
     want = module(x, backend="reference")
     check(want, lambda graph, v: onnx_operators.linear(graph, module, v), unsigned(x))
     if dtype == "int16":

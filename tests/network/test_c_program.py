@@ -64,13 +64,18 @@ def test_the_program_prints_the_networks_integers(made: Any, programs: dict[str,
         assert torch.equal(found, wanted)
 
 
-def test_a_damaged_file_is_refused(made: Any, programs: dict[str, pathlib.Path]) -> None:
-    """Every bit of the header and the calls, and some of the constants: with sanitizers, so that nothing is read outside."""
+def exported(made: Any, programs: dict[str, pathlib.Path]) -> tuple[pathlib.Path, bytes]:
+    """Write a network and an image for the program with sanitizers; return its folder and the network's file."""
     folder = programs["sanitized"]
     model, network = made("class token")
     network.export_c(folder)
     (folder / "images.raw").write_bytes(draw(model, 1).numpy().tobytes())
-    whole = (folder / "network.bin").read_bytes()
+    return folder, (folder / "network.bin").read_bytes()
+
+
+def test_a_damaged_file_is_refused(made: Any, programs: dict[str, pathlib.Path]) -> None:
+    """Every bit of the header and the calls, and some of the constants: with sanitizers, so that nothing is read outside."""
+    folder, whole = exported(made, programs)
     other = folder / "other.bin"
     for content, words in (
         (b"", "no network"), (b"QFLASHC1", "no network"), (b"x" + whole[1:], "no network"), (whole[:-8], "damaged"),
@@ -99,11 +104,7 @@ def _signed(x: int) -> int:
 
 def test_a_file_whose_checksum_is_right_is_read_with_care(made: Any, programs: dict[str, pathlib.Path]) -> None:
     """Header words and the numbers that calls begin with, each replaced by numbers that would lead outside."""
-    folder = programs["sanitized"]
-    model, network = made("class token")
-    network.export_c(folder)
-    (folder / "images.raw").write_bytes(draw(model, 1).numpy().tobytes())
-    whole = (folder / "network.bin").read_bytes()
+    folder, whole = exported(made, programs)
     words = [int.from_bytes(whole[i : i + 8], "little", signed=True) for i in range(8, len(whole) - 8, 8)]
     first_call = 11 + 16
     for place in (*range(6), first_call, first_call + 1, first_call + 2, first_call + 3, first_call + 4):

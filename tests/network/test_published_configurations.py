@@ -71,15 +71,22 @@ def test_every_configuration_is_tested_and_names_its_source() -> None:
 
 
 def same_bits(network: Any, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return a network's outputs, which the reference and the C kernels must agree on."""
-    found = []
-    for backend in ("reference", "cpu"):
-        twin = copy.copy(network)
+    """Return a network's outputs, which the reference, the C kernels and a GPU, where there is one, must agree on."""
+    found = {}
+    for backend in ("reference", "cpu", *(("auto",) if torch.cuda.is_available() else ())):
+        twin = copy.deepcopy(network).cuda() if backend == "auto" else copy.copy(network)
         twin.backend = backend
         with torch.inference_mode():
-            found.append(twin.run(inputs))
-    assert all(torch.equal(found[0][name], found[1][name]) for name in network.outputs)
-    return found[0]
+            outputs = twin.run(inputs.cuda() if backend == "auto" else inputs)
+        found[backend] = {name: each.cpu() for name, each in outputs.items()}
+    different = {
+        (kind, name)
+        for kind, got in found.items()
+        for name in network.outputs
+        if not torch.equal(got[name], found["cpu"][name])
+    }
+    assert not different
+    return found["cpu"]
 
 
 @pytest.mark.slow

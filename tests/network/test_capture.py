@@ -61,6 +61,32 @@ def test_captured_operations_compute_what_the_model_does(name: str) -> None:
                     assert float((got[label] - want).abs().max()) < 1e-5 * float(want.abs().max())
 
 
+class ViewedHeads(nn.Module):
+    """Attention whose heads are joined by a view, which the strides of PyTorch's attention allow."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.qkv, self.proj, self.heads = attention.qkv, attention.proj, attention.num_heads
+
+    def forward(self, x: torch.Tensor, **ignored: Any) -> torch.Tensor:
+        images, tokens, width = x.shape
+        places = self.qkv(x.transpose(0, 1)).reshape(tokens, images, 3, self.heads, -1)
+        query, key, value = (each.permute(1, 2, 0, 3) for each in places.unbind(2))
+        made = nn.functional.scaled_dot_product_attention(query, key, value)
+        return self.proj(made.permute(2, 0, 1, 3).view(tokens * images, width)).view(tokens, images, width).transpose(0, 1)
+
+
+def test_a_view_that_strides_allowed_is_captured() -> None:
+    model, like = vit(), vit()
+    model.load_state_dict(like.state_dict())
+    for block in model.blocks:
+        block.attn = ViewedHeads(block.attn)
+    x = normalise(images(BATCH))
+    with torch.inference_mode():
+        (got,), (want,) = (capture(each, x)(x).values() for each in (model, like))
+    assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_integers_stay_close_to_the_model(name: str) -> None:
     model, network = quantised(name)

@@ -361,6 +361,12 @@ _IN_ORDER = {
     aten._unsafe_view,
 }  # fmt: skip
 """Rearrangements that leave elements in their order."""
+_OF_ANY_STRIDES = {
+    aten.view.default: aten.reshape.default,
+    aten._unsafe_view.default: aten.reshape.default,
+    aten.view_as.default: aten.reshape_as.default,
+}
+"""Rearrangements that need certain strides, and those that do the same without."""
 _MOVES = {
     aten.transpose, aten.permute, aten.t, aten.expand, aten.select, aten.slice, aten.unbind, aten.split, aten.chunk,
     aten.split_with_sizes, aten.roll, aten.index, aten.index_select, aten.flip, aten.repeat, aten.narrow, aten.movedim,
@@ -572,6 +578,8 @@ class _Tracer(fx.Interpreter):
                 raise self.refusal(f"{target} of scores")
             return x.reshaped(target(_on_meta(x.shape), *args, **kwargs).shape)
         kwargs.pop("memory_format", None)
+        # the traced tensor may have had strides that let it be viewed, which places do not have
+        target = _OF_ANY_STRIDES.get(target, target)
         found = target(_on_meta(x.shape), *args, **kwargs) if not in_order else None
         if isinstance(found, (list, tuple)):
 

@@ -370,12 +370,6 @@ MODELS = Table(
 )  # fmt: skip
 
 
-def family(group: Group) -> str:
-    """Return the family of a whole model whose ratios the summary gives together."""
-    model = one(col.MODEL)(group).lower()
-    return "Swin V2" if model.startswith("swinv2") else "Swin" if model.startswith("swin") else "other transformers"
-
-
 class Aim(NamedTuple):
     """What this library set out to reach, and what was measured."""
 
@@ -499,10 +493,10 @@ SPEEDS = Table(
 
 
 def summary() -> list[str]:
-    """What the tables say, in a few sentences with their figures."""
-    found, others, runs, uj = latencies(), other_shapes(), biased(), energy_group()
+    """Return what the tables say beside README's and that of aims."""
+    found, others = latencies(), other_shapes()
     vit, swin = workloads(found, "123"), workloads(found, "4567")
-    long, very_long, thousand = long_rows(1024, 4096, 16384), long_rows(4096, 16384), long_rows(1024)
+    long, thousand = long_rows(1024, 4096, 16384), long_rows(1024)
     fp16, int8 = col.QFLASH, col.QFLASH_INT8
 
     def times(of: Iterable[Group], ours: str, peers: Sequence[str] = col.FP16) -> str:
@@ -513,48 +507,25 @@ def summary() -> list[str]:
     def packed_times(chosen: Callable[[Group], bool]) -> str:
         return span(quotients(filter(chosen, packed()), (col.FLASH_VARLEN,), fp16))
 
-    def joules(method: str, *peers: str) -> str:
-        return f"{of_energy(*peers)(uj[method]):.2f}"
-
     slower = [
         f"{model_of(group)} ({RATIO(group):.3f}, {COMPILED_RATIO(group):.3f})"
         for group in whole_models()
         if min(RATIO(group), COMPILED_RATIO(group)) < 1
     ]
-    families = []
-    for title in ("Swin", "Swin V2", "other transformers"):
-        mine = [group for group in whole_models() if family(group) == title]
-        both = (span(map(ratio, mine)) for ratio in (RATIO, COMPILED_RATIO))
-        families.append(f"{title} {' and '.join(both)}")
     lines = [
-        f"* **From fp16, quantisation included**: A1 to A3 {times(vit, fp16)} times as fast as the fastest of FA2, cuDNN "
-        f"and the memory-efficient kernel, A4 to A7 {times(swin, fp16)}; with Swin's bias and mask "
-        f"{times(runs, fp16)}. {ahead} of the {len(others)} other ViT shapes and "
-        f"batches are ahead ({times(others, fp16)}).",
-        f"* **On int8 tensors, quantised before the clock starts**: A1 to A3 {times(vit, int8)}, A4 to A7 "
-        f"{times(swin, int8)}, with the bias {times(runs, int8)}, other ViT shapes"
-        f" {times(others, int8)} times as fast as those kernels from fp16.",
+        f"* {ahead} of the {len(others)} **other ViT shapes** and batches are ahead from fp16.",
         f"* **Against int8 products with a float softmax** (INT-Flash, QAttn, from int8 tensors): A1 to A3 "
         f"{times(vit, int8, col.FLOAT_SOFTMAX)}, A4 to A7 {times(swin, int8, col.FLOAT_SOFTMAX)}, 1024 keys and "
         f"more {times(long, int8, col.FLOAT_SOFTMAX)}. Hopper issues float multiply-adds at "
         f"twice the rate of integer ones and has an exponential unit. I-ViT, the other integer-only method, takes "
         f"{times([*vit, *swin], int8, (col.I_VIT,))} times as long as ours.",
-        f"* **Long rows**: 4096 and 16384 keys {times(very_long, fp16)} from fp16 and "
-        f"{times(very_long, int8)} on int8; at 1024 keys {times(thousand, fp16)} and "
-        f"{times(thousand, int8)}; from fp16 a call takes "
-        f"{times(thousand, int8, (fp16,))} times as long as on int8 there.",
+        f"* **1024 keys**: a call from fp16 takes {times(thousand, int8, (fp16,))} times as long as on int8.",
         f"* **Packed sequences** of several lengths from fp16, against FA2's `varlen_attn`: heads of 64 channels "
         f"{packed_times(lambda of: one(col.HEAD_DIM)(of) == 64)}, windows of 64 patches "
         f"{packed_times(lambda of: max(lengths(of)) <= 64)}, longer sequences with 72 or 80 channels "
         f"{packed_times(lambda of: one(col.HEAD_DIM)(of) != 64 and max(lengths(of)) > 64)}.",
-        f"* **Swin's bias and shift mask** cost {span(Of(fp16, col.BIAS_COST)(of) for of in runs)} times from fp16 and "
-        f"{span(Of(int8, col.BIAS_COST)(of) for of in runs)} on int8.",
-        f"* **Whole models**, patched against the fastest of timm's choice and SDPA's back ends, and both compiled: "
-        f"{'; '.join(families)}. Slower (patched, compiled): {', '.join(slower) or 'none'}.",
+        f"* **Whole models** that are slower (patched, both compiled): {', '.join(slower) or 'none'}.",
         eager_line(),
-        f"* **Energy**, A2 batch 8: an int8 call takes {joules(int8, col.SDPA_FLASH)} of FA2's and "
-        f"{joules(int8, *col.FP16)} of cuDNN's, the least of 16 bits; from fp16 "
-        f"{joules(fp16, col.SDPA_FLASH)} and {joules(fp16, *col.FP16)}.",
     ]
     cpus = []
     for file, title in (

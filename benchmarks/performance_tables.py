@@ -250,12 +250,12 @@ def issued() -> dict[str, list[float]]:
 
 
 def eager_line() -> str:
-    """What eager calls take, in a sentence: on A2, batch 8, and the range of issuing over shapes."""
+    """Return what eager calls take: on A2, batch 8, and the range of issuing over shapes."""
     of = {method: number(row[col.MEDIAN_US], 1) for method, row in eager_group().items()}
     times = ", ".join(f"{title} {of[method]}" for method, title in FROM_FLOATS.items())
     ratios = issued()
     return (
-        f"Eager calls, A2 batch 8, µs until the device is done: {times}, QFlash {of[col.QFLASH]} from fp16 and "
+        f"* **Eager calls**, A2 batch 8, µs until the device is done: {times}, QFlash {of[col.QFLASH]} from fp16 and "
         f"{of[col.QFLASH_INT8]} from int8. To launch a call takes "
         f"{span(ratios[col.QFLASH])} (fp16) and {span(ratios[col.QFLASH_INT8])} (int8) times as long as with the "
         f"quickest of PyTorch's kernels, over {len(ratios[col.QFLASH])} shapes (`eager_shapes_{CARD}`)."
@@ -368,12 +368,6 @@ MODELS = Table(
         Column("SQNR dB of logits", Of(col.QFLASH, col.SQNR_DB), digits(1)),
     ),
 )  # fmt: skip
-
-
-def family(group: Group) -> str:
-    """Return the family of a whole model whose ratios the summary gives together."""
-    model = one(col.MODEL)(group).lower()
-    return "Swin V2" if model.startswith("swinv2") else "Swin" if model.startswith("swin") else "other transformers"
 
 
 class Aim(NamedTuple):
@@ -499,10 +493,10 @@ SPEEDS = Table(
 
 
 def summary() -> list[str]:
-    """What the tables say, in a few sentences with their figures."""
-    found, others, runs, uj = latencies(), other_shapes(), biased(), energy_group()
+    """Return what the tables say beside README's and that of aims."""
+    found, others = latencies(), other_shapes()
     vit, swin = workloads(found, "123"), workloads(found, "4567")
-    long, very_long, thousand = long_rows(1024, 4096, 16384), long_rows(4096, 16384), long_rows(1024)
+    long, thousand = long_rows(1024, 4096, 16384), long_rows(1024)
     fp16, int8 = col.QFLASH, col.QFLASH_INT8
 
     def times(of: Iterable[Group], ours: str, peers: Sequence[str] = col.FP16) -> str:
@@ -513,48 +507,25 @@ def summary() -> list[str]:
     def packed_times(chosen: Callable[[Group], bool]) -> str:
         return span(quotients(filter(chosen, packed()), (col.FLASH_VARLEN,), fp16))
 
-    def joules(method: str, *peers: str) -> str:
-        return f"{of_energy(*peers)(uj[method]):.2f}"
-
     slower = [
         f"{model_of(group)} ({RATIO(group):.3f}, {COMPILED_RATIO(group):.3f})"
         for group in whole_models()
         if min(RATIO(group), COMPILED_RATIO(group)) < 1
     ]
-    families = []
-    for title in ("Swin", "Swin V2", "other transformers"):
-        mine = [group for group in whole_models() if family(group) == title]
-        both = (span(map(ratio, mine)) for ratio in (RATIO, COMPILED_RATIO))
-        families.append(f"{title} {' and '.join(both)}")
     lines = [
-        f"* **From fp16, quantisation included**: A1 to A3 {times(vit, fp16)} times as fast as the fastest of FA2, cuDNN "
-        f"and the memory-efficient kernel, A4 to A7 {times(swin, fp16)}; with Swin's bias and mask "
-        f"{times(runs, fp16)}. {ahead} of the {len(others)} other ViT shapes and "
-        f"batches are ahead ({times(others, fp16)}).",
-        f"* **On int8 tensors, quantised before the clock starts**: A1 to A3 {times(vit, int8)}, A4 to A7 "
-        f"{times(swin, int8)}, with the bias {times(runs, int8)}, other ViT shapes"
-        f" {times(others, int8)} times as fast as those kernels from fp16.",
+        f"* {ahead} of the {len(others)} **other ViT shapes** and batches are ahead from fp16.",
         f"* **Against int8 products with a float softmax** (INT-Flash, QAttn, from int8 tensors): A1 to A3 "
         f"{times(vit, int8, col.FLOAT_SOFTMAX)}, A4 to A7 {times(swin, int8, col.FLOAT_SOFTMAX)}, 1024 keys and "
         f"more {times(long, int8, col.FLOAT_SOFTMAX)}. Hopper issues float multiply-adds at "
         f"twice the rate of integer ones and has an exponential unit. I-ViT, the other integer-only method, takes "
         f"{times([*vit, *swin], int8, (col.I_VIT,))} times as long as ours.",
-        f"* **Long rows**: 4096 and 16384 keys {times(very_long, fp16)} from fp16 and "
-        f"{times(very_long, int8)} on int8; at 1024 keys {times(thousand, fp16)} and "
-        f"{times(thousand, int8)}; from fp16 a call takes "
-        f"{times(thousand, int8, (fp16,))} times as long as on int8 there.",
+        f"* **1024 keys**: a call from fp16 takes {times(thousand, int8, (fp16,))} times as long as on int8.",
         f"* **Packed sequences** of several lengths from fp16, against FA2's `varlen_attn`: heads of 64 channels "
         f"{packed_times(lambda of: one(col.HEAD_DIM)(of) == 64)}, windows of 64 patches "
         f"{packed_times(lambda of: max(lengths(of)) <= 64)}, longer sequences with 72 or 80 channels "
         f"{packed_times(lambda of: one(col.HEAD_DIM)(of) != 64 and max(lengths(of)) > 64)}.",
-        f"* **Swin's bias and shift mask** cost {span(Of(fp16, col.BIAS_COST)(of) for of in runs)} times from fp16 and "
-        f"{span(Of(int8, col.BIAS_COST)(of) for of in runs)} on int8.",
-        f"* **Whole models**, patched against the fastest of timm's choice and SDPA's back ends, and both compiled: "
-        f"{'; '.join(families)}. Slower (patched, compiled): {', '.join(slower) or 'none'}.",
-        f"* **{eager_line().split(',')[0]}**,{eager_line().split(',', 1)[1]}",
-        f"* **Energy**, A2 batch 8: an int8 call takes {joules(int8, col.SDPA_FLASH)} of FA2's and "
-        f"{joules(int8, *col.FP16)} of cuDNN's, the least of 16 bits; from fp16 "
-        f"{joules(fp16, col.SDPA_FLASH)} and {joules(fp16, *col.FP16)}.",
+        f"* **Whole models** that are slower (patched, both compiled): {', '.join(slower) or 'none'}.",
+        eager_line(),
     ]
     cpus = []
     for file, title in (
@@ -642,11 +613,9 @@ def tuned_baselines_section() -> tuple[Section, ...]:
     file = file_of("baselines_tuned")
     if not (declared.RESULTS / f"{file}.json").is_file():
         return ()
-    about = """Quantisation is outside the clock. `python benchmarks/tune_baselines.py` measures every kernel of the compared
-methods with its rule's tiles and with others ([baselines](../baselines.md#tiles)); these are medians of replays of the two in
-alternation. A candidate has to be 2 % faster to displace the rule. Tiles are queries x keys x warps x stages of the fused
-kernels; of I-ViT rows x columns x sum x warps x stages of the first product, rows x warps of Shiftmax, and the second
-product's."""
+    about = """Quantisation is outside the clock. Medians of replays of the rule's tiles and of others in alternation
+([how](../baselines.md#tiles)). Tiles are queries x keys x warps x stages of the fused kernels; of I-ViT rows x columns x
+sum x warps x stages of the first product, rows x warps of Shiftmax, and the second product's."""
     return (Section("Baselines before and after tuning", REPLAY, about, TUNED, (file,)),)
 
 
@@ -673,21 +642,19 @@ SECTIONS = (
     Section(
         "Latency from fp16",
         REPLAY,
-        """All methods in alternation in one run, median of 15 rounds. Quantisation is inside the clock: `qflash.attention` with
-the default recipe. FA2, cuDNN and efficient are PyTorch's `scaled_dot_product_attention` in fp16. **fastest ÷ ours** is
-the least of the three divided by ours: above 1 we are faster. Shapes are batch x heads x tokens x channels; A1 to A7
-are the paper's workloads ([what they are](../performance.md#workloads)). The rows of 16384 keys reach the power limit:
-their quartiles lie up to 5 % apart, on int8 up to 15 %.""",
+        """All methods in alternation in one run, median of 15 rounds. Quantisation is inside the clock. Methods and A1 to A7:
+[workloads](../performance.md#workloads). **fastest ÷ ours** is the least of FA2, cuDNN and efficient divided by ours: above 1
+we are faster. Shapes are batch x heads x tokens x channels. The rows of 16384 keys reach the power limit: their quartiles
+lie up to 5 % apart, on int8 up to 15 %.""",
         Table(latencies, end_to_end),
         LATENCY_FILES,
     ),
     Section(
         "Latency from int8 tensors",
         REPLAY,
-        """The same runs. Quantisation is outside the clock: `qflash.int8_attention`, int8 in and out, one scale per tensor,
-fitted output scale. INT-Flash, QAttn and I-ViT are this library's kernels of those methods on tensors quantised beforehand
-([baselines](../baselines.md)); INT-Flash returns fp16, QAttn and I-ViT int8 at a fitted scale. **fastest ÷ ours** is
-against these; the last ratio is against PyTorch's fp16 kernels of the table above, which take and return fp16.""",
+        """The same runs. Quantisation is outside the clock, of INT-Flash, QAttn and I-ViT, too ([baselines](../baselines.md));
+INT-Flash returns fp16, QAttn and I-ViT int8. **fastest ÷ ours** is against these; the last ratio is against the fp16 kernels
+of the table above.""",
         Table(latencies, int8_in),
         LATENCY_FILES,
     ),
@@ -695,8 +662,8 @@ against these; the last ratio is against PyTorch's fp16 kernels of the table abo
     Section(
         "Swin with its bias and shift mask, from fp16",
         REPLAY,
-        """An additive bias (windows, heads, N, N) in fp16 that repeats over the images, its rows aligned (`qflash.align_bias`)
-for every method. FA2 takes no bias. The cost of the bias is the time with it divided by the time without it.""",
+        """The bias is fp16 and aligned for every method ([how](../benchmarking.md#latency-qflash-lab-bench)). FA2 takes none.
+The cost of the bias is the time with it divided by the time without it.""",
         Table(biased, bias_columns("QFlash fp16", col.QFLASH)),
         (file_of("bench_bias"),),
     ),
@@ -733,35 +700,32 @@ for every method. FA2 takes no bias. The cost of the bias is the time with it di
         "CUDA-graph replay, microseconds; the last two columns eager, until the device is done",
         """`qflash.varlen_attention` beside PyTorch's `varlen_attn` (FlashAttention 2), both in fp16, quantisation inside the
 clock, medians of nine rounds alternating ([what runs](../models.md#sequences-of-several-lengths)). The images' sides are drawn
-evenly between the two ends (`benchmarks/varlen.py`); each result was equal to the reference's before it was timed. Sequences
-of up to 256 keys (384 with 72 to 96 channels) are one launch, and where there are many, up to 768 (640); others are
-quantised before. One launch takes the longest sequences first ([with and without, and other
-batches](../../benchmarks/archive/varlen_order_h100.json)). Slower than FA2: heads of 72 channels by a twentieth and,
-not in the table, those of 72 and 80 with other mixes of lengths by up to a seventh
-([data](../../benchmarks/archive/wide_heads_h200.json)) and heads of 128 with 64 to 256 patches (0.72, on
-an H100). Eager calls are repeated ones, whose plan is kept.""",
+evenly between the two ends (`benchmarks/varlen.py`). Sequences of up to 256 keys (384 with 72 to 96 channels) are one launch,
+and where there are many, up to 768 (640); others are quantised before. Slower than FA2: heads of 72 channels by a twentieth
+and, not in the table, those of 72 and 80 with other mixes of lengths by up to a seventh
+([data](../../benchmarks/archive/wide_heads_h200.json)) and heads of 128 with 64 to 256 patches (0.72, on an H100). Eager
+calls repeat a kept plan.""",
         PACKED,
         (file_of("varlen"),),
     ),
     Section(
         "Linear layers of integer networks",
         "CUDA-graph replay, microseconds",
-        """Ours with everything behind the product inside the clock: bias and requantisation to int8, GELU as well, or the
-residual added in int16. cuBLAS without any of that: float16 with a bias, float8 (e4m3, one scale, float16 out) and int8 with
-int32 out, as PyTorch calls them (`benchmarks/linear_layers.py`, medians of nine rounds alternating). The last two columns are
-ours: operations against the card's dense int8 peak, and bytes that have to move against its bandwidth, by its data sheet.""",
+        """Ours with its epilogue: bias and requantisation to int8, GELU as well, or the residual added in int16. cuBLAS
+without: float16 with a bias, float8 (e4m3, one scale, float16 out) and int8 with int32 out (`benchmarks/linear_layers.py`,
+medians of nine rounds alternating). The last two columns are our operations against the card's dense int8 peak, and bytes
+that have to move against its bandwidth, by its data sheet.""",
         LINEAR,
         (file_of("linear_layers"),),
     ),
     Section(
         "Whole models",
         "CUDA-graph replay, images per second",
-        """Images a second of timm's models in fp16, one to three forward passes a graph (`qflash-lab models`, median of 11
-rounds in alternation). **Fastest SDPA** is the fastest of timm's choice and SDPA's three back ends, with every attention module
-made to call SDPA, which timm does not do in Swin; Swin V2 cannot. **qflash** is `qflash.patch`, in Swin and Swin V2 with
-`keep_bias=True`, which is faster there than without, compiled too. **Compiled** is `torch.compile` in its default mode, of
-Swin the faster with and without SDPA; each ratio is the patched model's images over those in the column before it. Weights
-are random: they change no kernel's speed. The SQNR is of the logits, or features of DINOv2, against float32.""",
+        """Images a second of timm's models in fp16, one to three forward passes a graph
+([how](../benchmarking.md#whole-models-qflash-lab-models), median of 11 rounds in alternation). **Fastest SDPA** is the fastest
+of timm's choice and SDPA's three back ends; Swin V2 cannot call SDPA. **qflash** is `qflash.patch`, in Swin and Swin V2 with
+`keep_bias=True`. **Compiled** is of Swin the faster with and without SDPA; each ratio is the patched model's images over those
+in the column before it. The SQNR is of the logits, or features of DINOv2, against float32.""",
         MODELS,
         (file_of("models"),),
     ),
@@ -769,7 +733,7 @@ are random: they change no kernel's speed. The SQNR is of the logits, or feature
         "Eager calls",
         "Eager calls, no CUDA graph, A2 batch 8",
         """Issuing is the time until the last call has returned, divided by the number of calls. Methods that take int8 leave
-quantisation out; `int-flash-full`, `int-flash-half` and `qattn` quantise in launches of their own.""",
+quantisation out.""",
         EAGER,
         (file_of("bench_eager"),),
     ),
@@ -784,9 +748,8 @@ quantisation out.""",
     Section(
         "Utilisation",
         "Nsight Compute, one launch each at its own clocks",
-        """Durations are Nsight Compute's, most of them longer than under replay. Methods are as in the tables of latency:
-`kernel` and `qflash int8` take int8
-tensors. Which counters: [benchmarking](../benchmarking.md#tensor-core-use-qflash-lab-profile).""",
+        """Most durations are longer than under replay. `kernel` and `qflash int8` take int8 tensors. Which counters:
+[benchmarking](../benchmarking.md#tensor-core-use-qflash-lab-profile).""",
         PROFILE,
         (file_of("profile"),),
     ),
@@ -797,28 +760,24 @@ tensors. Which counters: [benchmarking](../benchmarking.md#tensor-core-use-qflas
 all scores of its queries at once, else of one iteration of its loops over the keys, divided by its scores.
 
 * `vit-257`, `vit-257-80`, `vit-577`, `vit-1370` and `vit-729-72` take the sm_90 resident kernel on Hopper. Elsewhere
-  such rows take the streaming kernel, of which the usual loops are counted. `vit-577` is 0.7 in the first pass and
-  8.8 in the second, which includes a maximum that seldom runs. `vit-1370` and `vit-729-72` are persistent programs.
-* `vit-80` has few heads: two warps share each row, so its code is half of each warp's work and an exchange between
-  them.
+  such rows take the streaming kernel. `vit-577` is 0.7 in the first pass and 8.8 in the second, which includes a
+  maximum that seldom runs.
+* `vit-80` has few heads: two warps share each row.
 * `vit-hundreds` and `vit-257-80` contain code for tail queries as well as for a block, and per-channel scales.
 * `swin`, `swin-windows` and `swin-thousands` are the windows kernel: one tile of 16 queries per warp and all that
-  precedes it, so few scores share the cost of keys and values; with thousands of windows half a tile more. With a
-  bias the code is there twice, for tiles with and without marks.
+  precedes it. With a bias the code is there twice, for tiles with and without marks.
 * Of the streaming kernel, the loops that usually run are counted: 1.0 in the first pass and 8.5 in the second at d =
   64. At d = 128 the maxima that clamp scores are included, one per score, which seldom run. `long-64` has per-channel
-  scales and exact row sums, for which registers are short; where its 120 spills are was not counted.""",
+  scales and exact row sums, and 120 spills.""",
         CODE,
         ("verify_triton36",),
     ),
     Section(
         "Machine code of Triton 3.9",
         "CUDA-graph replay, time divided by the time with Triton 3.6's code",
-        """What Triton 3.9 (ptxas 13.4) makes of the same kernels was put in place of 3.6's machine code in the launcher's cache
-and timed in the same session. All launches returned the reference's bits (from 456 to 512 keys they were compared
-with the output of Triton 3.6's code, which tests compare with the reference). `form for 3.9` is the form that is used
-with Triton 3.9, where it is another one
-([why](limits.md#register-pressure-and-ptxas)).""",
+        """Triton 3.9's machine code (ptxas 13.4) of the same kernels, in place of 3.6's in the launcher's cache, timed in the
+same session. All launches returned the reference's bits. `form for 3.9` is the form that is used with Triton 3.9, where it is
+another one ([why](limits.md#register-pressure-and-ptxas)).""",
         NEWER,
         ("../archive/triton39_h200",),
     ),
@@ -826,10 +785,8 @@ with Triton 3.9, where it is another one
         Section(
             f"CPU: {title}",
             "Eager calls on two threads, milliseconds",
-            """Inputs uniform in [-4, 4) float32, all methods in alternation in every round, **lowest** of nine rounds
-(three for the reference); the file has medians, too. `python benchmarks/measure.py FOLDER --run cpu` measures again.
-`float32` is `qflash.attention`, default recipe, quantisation inside the clock; `int8` is int8 in and out, quantisation outside.
-A ratio is SDPA's time in float32 divided by ours."""
+            """Inputs uniform in [-4, 4) float32, all methods in alternation, **lowest** of nine rounds (three for the
+reference). `float32` has quantisation inside the clock, `int8` outside. A ratio is SDPA's time in float32 divided by ours."""
             + note,
             Table(functools.partial(processor, file), PROCESSOR),
             (file,),
@@ -853,10 +810,9 @@ quartiles and the environment; do not edit. Aims and a summary: [performance](..
 what they are: [limits](limits.md). What was tried: [experiments](../../benchmarks/archive/experiments.md).
 
 Unless a section says otherwise: one of four NVIDIA H200 (141 GB, HBM3e) of one host, kernels of commit a01eb12, torch
-2.11.0+cu130, Triton 3.6.0, driver 580.159; inputs uniform in [-4, 4) fp16; CUDA-graph replay of about a millisecond
-of calls behind an untimed replay. Other shapes of vision transformers and eager calls were measured the day after on
-two H200 of another host, with the same kernels, and so were the baselines' tiles for 64 images of 16 heads with 72 or
-80 channels. Other runs, among them an H100's of most tables, in earlier states, are in `benchmarks/archive/`.
+2.11.0+cu130, Triton 3.6.0, driver 580.159; inputs uniform in [-4, 4) fp16. What was measured on another host:
+[performance](../performance.md#aims-and-results). How it is timed: [benchmarking](../benchmarking.md). Runs of earlier
+states, among them an H100's of most tables, are in `benchmarks/archive/`.
 """
 
 
@@ -866,8 +822,6 @@ def tables_page() -> str:
     for section in SECTIONS:
         links = ", ".join(map(linked, section.files))
         parts.append(f"\n## {section.title}\n\n" + "\n".join(pages.wrap(f"{section.timing}: {links}.")) + "\n")
-        if section.title == "Latency from fp16":
-            parts.append("\n" + "\n".join(pages.wrap(eager_line())) + "\n")
         parts.append(f"\n{pages.flow(section.about)}\n\n" + "\n".join(section.table.markdown()) + "\n")
     return "".join(parts)
 

@@ -627,8 +627,8 @@ def packed(config: Any, make: Callable[..., torch.Tensor]) -> Iterator[dict[str,
     yield {**tokens, "pixel_values": make(160 // merge**2, patch * merge, patch * merge, channels)}
     # one row of patches for each image, with padding
     sizes = torch.tensor([[8, 8], [8, 12]])
-    held = torch.tensor([[1] * 64 + [0] * 32, [1] * 96])
-    rest = {"spatial_shapes": sizes, "pixel_attention_mask": held}
+    image_mask = torch.tensor([[1] * 64 + [0] * 32, [1] * 96])
+    rest = {"spatial_shapes": sizes, "pixel_attention_mask": image_mask}
     yield {**rest, "pixel_values": make(2, 96, channels * patch * patch)}
     # all patches side by side in one image
     yield {"target_sizes": sizes, "pixel_values": make(1, channels, patch, 160 * patch)}
@@ -751,8 +751,8 @@ def keep_two_layers(config: Any) -> None:
     """Set all numbers of layers in a config to two at most."""
     for part in parts_of(config):
         for name in ("num_hidden_layers", "num_layers", "depth", "layers", "encoder_layers", "decoder_layers"):
-            if isinstance(held := getattr(part, name, None), int):
-                setattr(part, name, min(held, 2))
+            if isinstance(depth := getattr(part, name, None), int):
+                setattr(part, name, min(depth, 2))
         if getattr(part, "layer_types", None):
             part.layer_types = [part.layer_types[0], part.layer_types[-1]]
 

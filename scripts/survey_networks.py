@@ -92,8 +92,8 @@ def key_of(model: nn.Module, side: int) -> str:
     """Return a digest that models have in common which compute the same with other weights."""
     lines = [f"{type(model)} {side}"]
     for name, module in model.named_modules():
-        held = {k: x for k, x in vars(module).items() if isinstance(x, (bool, int, float, str, tuple))}
-        lines.append(f"{name} {type(module)} {module.extra_repr()} {sorted(held.items(), key=lambda item: item[0])}")
+        constants = {k: x for k, x in vars(module).items() if isinstance(x, (bool, int, float, str, tuple))}
+        lines.append(f"{name} {type(module)} {module.extra_repr()} {sorted(constants.items(), key=lambda item: item[0])}")
     lines += [f"{name} {tuple(x.shape)}" for name, x in (*model.named_parameters(), *model.named_buffers())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 

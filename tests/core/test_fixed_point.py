@@ -561,7 +561,7 @@ def test_an_exponential_aligned_to_bytes_has_the_specified_bits(head_dim: int) -
 
 def test_an_exponential_of_16_fraction_bits_has_the_specified_bits() -> None:
     offset, _, _ = fp.probability_constants("quadratic", 8)
-    # up to a mark of a key that takes no part, below an honest maximum
+    # up to a mark of a key that takes no part, below any other maximum
     far = torch.randint(0, 7 << 28, (1 << 16,), generator=torch.Generator().manual_seed(3))
     below = torch.cat((torch.arange(1 << 21), 1 << torch.arange(31), far))
     begin = (offset << 7) + (3 << 16) + (1 << 8)

@@ -530,7 +530,7 @@ def test_hooks_of_accelerate_stay(case: tuple[nn.Module, torch.Tensor], hooked: 
             add_hook(module)
             if hooked == "removed":
                 remove_hook(module)
-    held = [dict(module.__dict__) for module in found]
+    kept = [dict(module.__dict__) for module in found]
     for _ in range(2):
         assert torch.equal(qflash.patch(model)(x), wanted)
     for module in found:
@@ -550,7 +550,7 @@ def test_hooks_of_accelerate_stay(case: tuple[nn.Module, torch.Tensor], hooked: 
     elif hooked == "before":
         assert all(module._hf_hook.seen == 3 for module in found)
     qflash.unpatch(model)
-    for module, before in zip(found, held, strict=True):
+    for module, before in zip(found, kept, strict=True):
         own = type(module).forward.__get__(module)
         assert module.__dict__.get("_old_forward", own) == own
         if hooked in ("before", "removed"):

@@ -36,7 +36,7 @@ FAMILIES = {
     "window": Family(49, 49, 32),
     "window bias": Family(49, 49, 32, mask="bias"),
     "large window bias": Family(144, 144, 32, mask="bias"),
-    "held": Family(577, 577, 64),
+    "in registers": Family(577, 577, 64),
     "long": Family(700, 2100, 64),
     "long wide": Family(300, 1100, 128),
     "long bias": Family(130, 1100, 64, mask="bias"),

@@ -331,8 +331,8 @@ def _make_cvt(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
     def step(warp: Warp) -> None:
         width = WIDTH[source]
         # of a register that is wider the lower bits count
-        held = warp.registers.get(operands[1])
-        raw = warp.read(operands[1], max(width, 16) if held is None else held.itemsize * 8)
+        stored = warp.registers.get(operands[1])
+        raw = warp.read(operands[1], max(width, 16) if stored is None else stored.itemsize * 8)
         x = _of(source, raw.astype(UNSIGNED[width]))
         if to == "f32":
             x = x.astype(np.float32)

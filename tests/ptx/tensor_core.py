@@ -182,7 +182,7 @@ def _tensor_memory(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
 
 def _tensor_product(operands: Sequence[str]) -> Step:
     (to, to_offset), b, kinds, keep = _address(operands[0]), *operands[2:]
-    held = operands[1].startswith("[")
+    in_memory = operands[1].startswith("[")
     a, a_offset = _address(operands[1])
 
     def step(warp: Warp) -> None:
@@ -191,7 +191,7 @@ def _tensor_product(operands: Sequence[str]) -> Step:
         form = int(warp.read(kinds)[lane])
         rows, columns = (form >> 24 & 31) << 4, (form >> 17 & 63) << 3
         assert form & 0x7FFF == 0x4A0, "signed bytes, sums of 32 bits"
-        left, right = int(warp.read(a, 32 if held else 64)[lane]) + a_offset, int(warp.read(b, 64)[lane])
+        left, right = int(warp.read(a, 32 if in_memory else 64)[lane]) + a_offset, int(warp.read(b, 64)[lane])
         target, kept = int(warp.read(to)[lane]) + to_offset, bool(warp.read(keep, 1)[lane])
         # sixteen rows to each quarter of the lanes, or thirty-two
         lanes = np.arange(rows) // (rows // 4) * 32 + np.arange(rows) % (rows // 4)
@@ -201,7 +201,7 @@ def _tensor_product(operands: Sequence[str]) -> Step:
 
         def multiply() -> None:
             memory = program.tensor_memory
-            if held:
+            if in_memory:
                 words = np.ascontiguousarray(memory[lanes + (left >> 16)][:, (left & 0xFFFF) + np.arange(8)])
                 x = words.view(np.int8).reshape(rows, 32)
             else:

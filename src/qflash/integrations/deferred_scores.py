@@ -359,7 +359,7 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
             each.changed_part = None
         each.put_back()
     handler = None if any(each.home.is_written for each in deferred) else _HANDLERS.get(name)
-    held = _first_deferred((args, tuple(kwargs.values())))
+    first = _first_deferred((args, tuple(kwargs.values())))
     writes = func in _IN_PLACE and isinstance(args[0], Deferred)
     if writes and (args[0].root is not None or args[0].is_shared):
         handler = None
@@ -371,8 +371,8 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
             if isinstance(result, Deferred) and result.root is not None:
                 result.root.is_shared = True
             return result
-    if held is not None and not held.home.is_written:
-        held.owner.worked_out(held, name or getattr(func, "__name__", str(func)))
+    if first is not None and not first.home.is_written:
+        first.owner.worked_out(first, name or getattr(func, "__name__", str(func)))
     if writes:
         return args[0].write(func, args, kwargs)
     for each in deferred:

@@ -98,9 +98,9 @@ def is_supported(module: nn.Module) -> bool:
 def _idle_hooks(module: nn.Module, adapter: Adapter) -> Iterator[str]:
     """Return which submodules have hooks that a patched module does not get to."""
     for name in adapter.unused:
-        held = getattr(module, name, None)
-        if isinstance(held, nn.Module) and any(
-            (held._forward_hooks, held._forward_pre_hooks, held._backward_hooks, held._backward_pre_hooks)
+        submodule = getattr(module, name, None)
+        if isinstance(submodule, nn.Module) and any(
+            (submodule._forward_hooks, submodule._forward_pre_hooks, submodule._backward_hooks, submodule._backward_pre_hooks)
         ):
             yield name
 
@@ -201,14 +201,14 @@ def _own_forwards(module: nn.Module) -> list[tuple[dict[str, Any], str]] | None:
 
     A hook of accelerate replaces ``forward`` and calls ``_old_forward``; when removed it leaves that as ``forward``.
     """
-    held = module.__dict__
-    if "forward" not in held:
+    names = module.__dict__
+    if "forward" not in names:
         return []
-    own, outer = types.MethodType(type(module).forward, module), held["forward"]
+    own, outer = types.MethodType(type(module).forward, module), names["forward"]
     if outer == own:
-        return [(held, "forward")]
-    if "_hf_hook" in held and held.get("_old_forward") == own == getattr(outer, "__wrapped__", None):
-        return [(held, "_old_forward"), (outer.__dict__, "__wrapped__")]
+        return [(names, "forward")]
+    if "_hf_hook" in names and names.get("_old_forward") == own == getattr(outer, "__wrapped__", None):
+        return [(names, "_old_forward"), (outer.__dict__, "__wrapped__")]
     return None
 
 

@@ -539,8 +539,8 @@ def _put_in_place(old: Any, new: Any) -> None:
     for name, module in list(sys.modules.items()):
         if name == __name__ or (name.partition(".")[0] == "torch" and module is not F):
             continue
-        for key, held in list(getattr(module, "__dict__", {}).items()):
-            if held is old:
+        for key, value in list(getattr(module, "__dict__", {}).items()):
+            if value is old:
                 setattr(module, key, new)
 
 

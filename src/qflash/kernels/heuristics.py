@@ -64,8 +64,9 @@ def dependent_launch(device: torch.device, elements: int) -> str:
 
     From Hopper on a kernel may be launched while the one ahead of it still runs, up to where it needs its results
     (:mod:`.common.dependent_launch`). With "late" the next kernel may do so as programs of this one end, with "early" from
-    their beginning. Measured on an H100 (docs/integer_network.md): late saves a launch's latency at every size; early hides
-    more of it, but the next kernel's programs then crowd on the first processors that have room, and large ones lose.
+    their beginning. Measured on an H100 (benchmarks/archive/experiments.md): late saves a launch's latency at every size;
+    early hides more of it, but the next kernel's programs then crowd on the first processors that have room, and large ones
+    lose.
 
     Args:
         device: of the tensors.

@@ -60,7 +60,7 @@ MOST_BIAS_MAXIMUM = 1024.0
 LEAST_EVEN_MAXIMUM = 2.0**64
 """From here on a row's largest bias (nats) swallows every score, in float64 as well."""
 SCORE_POISON = 1 << 30
-"""What a poisoned score is set to: above every honest one."""
+"""What a poisoned score is set to: above every other."""
 SCORE_MASKED = -(1 << 31)
 
 

@@ -72,7 +72,7 @@ def test_values_must_be_in_the_named_file(tracer: Any) -> None:
         ("README.md", "| energy, A2 batch 8", ["energy_h200.json"]),
         ("docs/performance.md", "energy, A2 batch 8", ["energy_h200.json"]),
         ("docs/reliability.md", "reciprocal of a row sum", ["reliability/bounds.json", "at ["]),
-        ("docs/integer_network.md", "DeiT-S", ["dependent_launch_h100.json: ", "at ["]),
+        ("docs/integer_network.md", "as they are", ["rotated_streams.json: ", "at ["]),
         ("benchmarks/archive/experiments.md", "two programs", ["notebook"]),
     ],
 )

@@ -70,11 +70,11 @@ def fit_probe(
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed), dtype=torch.int64, device="cpu").to(
         features.device
     )
-    held = order[: max(1, int(count * HELD_OUT))]
-    rest = order[len(held) :]
+    judged = order[: max(1, int(count * HELD_OUT))]
+    rest = order[len(judged) :]
     chosen, most = penalties[0], -1
     for penalty, probe in zip(penalties, _ridge(features[rest], labels[rest], classes, penalties), strict=True):
-        right = int((probe.predict(features[held]) == labels[held]).sum())
+        right = int((probe.predict(features[judged]) == labels[judged]).sum())
         if right >= most:
             chosen, most = penalty, right
     return _ridge(features, labels, classes, [chosen])[0]

@@ -98,7 +98,7 @@ AnyCase: TypeAlias = Case | LayerCase
 CASES: tuple[AnyCase, ...] = (
     Case("vit", 197, 64),  # A1-A3: DeiT-T/S/B differ only in the number of heads, which is no constant of the kernel
     Case("vit-hundreds", 197, 64, batch=128),  # of heads: one program each, with a tail of a few queries on Hopper
-    Case("vit-257", 257, 64, batch=128),  # CLIP, DINOv2: held whole on Hopper alone
+    Case("vit-257", 257, 64, batch=128),  # CLIP, DINOv2: a whole row in registers, on Hopper alone
     Case("vit-577", 577, 64, batch=128),  # 384 pixels: every score is computed twice there
     Case("vit-1370", 1370, 64, batch=24),  # DINOv2, 518 pixels: programs there go from head to head
     Case("vit-bool-tensor", 197, 64, mask="bool", granularity="tensor"),

@@ -142,7 +142,7 @@ def tail_columns(tiles: Tiles, queries: int, head_dim: int) -> int:
     return (8 if left <= 8 else 16) if tiles.warps == 4 and head_dim > 32 and 0 < left <= 16 else 0
 
 
-def _split_held(tiles: Tiles, work: Work) -> Tiles:
+def _split_in_registers(tiles: Tiles, work: Work) -> Tiles:
     """:func:`split_sm90_resident` where registers hold a row's scores."""
     queries, keys, heads, head_dim, fused, _, by_channel, processors = work
     narrow, wide = head_dim <= 64, widest_span(head_dim) > 64
@@ -178,7 +178,7 @@ def split_sm90_resident(tiles: Tiles, work: Work) -> Tiles:
     """Fill in how many programs share a head, so that the GPU is full but keys are fetched no more often than needed."""
     if tiles.programs:
         return tiles._replace(splits=0)
-    return (_split_held if row_fits_registers(work.keys, tiles.across) else _split_reread)(tiles, work)
+    return (_split_in_registers if row_fits_registers(work.keys, tiles.across) else _split_reread)(tiles, work)
 
 
 def quantises_apart(queries: int, keys: int, heads: int, head_dim: int, processors: int) -> bool:

@@ -584,6 +584,7 @@ def operator_samples(device: torch.device, backend: str) -> dict[str, tuple]:
     samples["int8_linear_gelu"] = (x, weight, bias, ratio, 1, bias, bias, 8, backend)
     samples["int8_linear_silu"] = samples["int8_linear_relu"] = samples["int8_linear_gelu"]
     samples["gated"] = (stream, 1 << 28, ratio[:6], bias[:6], "silu", torch.int8, backend)
+    samples["int8_linear_gated"] = (x, weight, bias, ratio, 1, 1 << 28, ratio[:6], bias[:6], "silu", torch.int8, backend)
     turns = torch.full((1, 9, 3), 1 << 14, dtype=torch.int32, device=device)
     samples["rotary"] = (stream[None], turns, bias, ratio, torch.int8, backend)
     samples["integer_layer_norm"] = (stream, 5, ratio, bias, 17, None, torch.int8, backend)

@@ -90,6 +90,11 @@ class Layer:
         if self.name == "gated":
             gated(*self.arguments, CHECK)
             return
+        if self.name == "int8_linear_gated":
+            x, weight, bias, multiplier, left, *product = self.arguments
+            made = op.rescale(op.integer_matmul(x, weight), left, bias, multiplier, CHECK)
+            gated(op.saturate(made, torch.int16), *product, CHECK)
+            return
         if self.name == "rotary":
             rotary(*self.arguments, CHECK)
             return
@@ -280,13 +285,32 @@ def draw_gated(number: int) -> Layer:
         gate, value = x.chunk(2, dim=-1)
         gate.fill_(chance.choice((-32768, 32767)))
         value.fill_(chance.choice((-32768, 32767)))
+    return Layer("gated", (spread_out(x, chance.choice(LAYOUTS)), *_gated_constants(number, channels, chance)))
+
+
+def _gated_constants(number: int, channels: int, chance: random.Random) -> tuple[Any, ...]:
     factor = chance.choice(((1 << 31) - 1, 0, chance.getrandbits(31), 1 << 24))
     # products reach 2**30, outputs 2**7 to 2**29
     wanted = {torch.int8: 9, torch.int16: 17, torch.int32: 31}[DTYPES[number % 3]]
     multiplier = integers(0, 1 << chance.randint(wanted, 31), (channels,), torch.int32, chance)
     offset = integers(1 - (1 << 30), 1 << 30, (channels,), torch.int32, chance) >> chance.choice((0, 0, 7))
     name = list(op.ACTIVATIONS)[number // 3 % len(op.ACTIVATIONS)]
-    return Layer("gated", (spread_out(x, chance.choice(LAYOUTS)), factor, multiplier, offset, name, DTYPES[number % 3]))
+    return factor, multiplier, offset, name, DTYPES[number % 3]
+
+
+def draw_linear_gated(number: int, rows: int = 0, inputs: int = 0, channels: int = 0) -> Layer:
+    """Return a random linear layer with a gated product behind it, of up to 150 rows, or of a size."""
+    chance = random.Random(number)
+    rows = rows or chance.randint(1, 150)
+    inputs = inputs or chance.choice((chance.randint(1, 40), 16 * chance.randint(1, 30)))
+    channels = channels or chance.choice((chance.randint(1, 40), 8 * chance.randint(1, 40)))
+    x = integers(-128, 128, (rows, inputs), torch.int8, chance)
+    weight = integers(-128, 128, (2 * channels, inputs), torch.int8, chance)
+    if number % 5 == 1:
+        x = torch.full_like(x, chance.choice((-128, 127)))
+    x, weight = spread_out(x, chance.choice(LAYOUTS)), spread_out(weight, chance.choice(LAYOUTS))
+    constants = linear(x, weight, "int16", chance).arguments[1:5]
+    return Layer("int8_linear_gated", (x, *constants, *_gated_constants(number, channels, chance)))
 
 
 def draw_rotary(number: int, half: int | None = None) -> Layer:
@@ -339,7 +363,7 @@ def draw_narrow(number: int) -> Layer:
     return Layer("integer_narrow", (h, multiplier, left, offset, gather, DTYPES[number % 5 % 3]))
 
 
-MOVING = (draw_joined_norm, draw_scattered_linear, draw_embedding, draw_mean, draw_gated, draw_norm, draw_narrow, draw_rotary)
+MOVING = (draw_joined_norm, draw_scattered_linear, draw_embedding, draw_mean, draw_gated, draw_linear_gated, draw_norm, draw_narrow, draw_rotary)
 """Draws of layers that take tokens from other places, bring them there, or average them; and of some that do neither."""
 
 

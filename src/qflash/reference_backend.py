@@ -210,6 +210,12 @@ class Backend:
         """Multiply values by activations of gates; see :mod:`qflash.network.operators.gated`."""
         return gated.gated(x, gate_multiplier, multiplier, offset, activation, out_dtype)
 
+    def linear_gated(
+        self, x: torch.Tensor, layer: LinearIntegers, product: gated.GatedIntegers, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Run a linear layer to int16 and the gated product of its outputs."""
+        return self.gated(self.linear(x, layer, torch.int16), *product, out_dtype)
+
     def rotary(
         self, x: torch.Tensor, turns: torch.Tensor, offset: torch.Tensor, multiplier: torch.Tensor, out_dtype: torch.dtype
     ) -> torch.Tensor:

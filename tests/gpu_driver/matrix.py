@@ -439,6 +439,7 @@ def kernels_on_hopper(call: Call) -> list[str]:
     operators |= {name: getattr(module, name) for name, module in OWN_OPERATORS.items()}
     operators |= {
         "gated": gated.gated,
+        "int8_linear_gated": gated.int8_linear_gated,
         "rotary": rotary.rotary,
         "quantize_with_scale": execution.quantize_with_scale,
         "quantize_bias": execution.quantize_bias,

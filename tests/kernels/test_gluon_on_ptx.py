@@ -550,6 +550,31 @@ def test_linear_layers(
     assert same_bits(out, layer.run("reference"))
 
 
+@pytest.mark.parametrize("number", range(9))
+@pytest.mark.parametrize(
+    ("rows", "inputs", "channels", "tiles"),
+    [
+        (130, 400, 128, rules.LINEAR_TILES[0]),
+        (197, 128, 96, rules.LINEAR_TILES[2]),  # a tile that is no whole one across
+        (70, 400, 40, rules.LINEAR_TILES[3]),  # groups of 8 products
+    ],
+)
+def test_linear_layers_with_gated_products(
+    emulated: Load, monkeypatch: pytest.MonkeyPatch, number: int, rows: int, inputs: int, channels: int, tiles: LinearTiles
+) -> None:
+    """All activations and types of outputs."""
+    emulated("network_cases")
+    monkeypatch.setattr(device, "STAND_IN_PROCESSORS", 1)
+    monkeypatch.setattr(sm90, "choose_linear_tiles", lambda *_: tiles)
+    layer = network_cases.draw_linear_gated(number, rows, inputs, channels)
+    x, weight, *constants, factor, multiplier, offset, name, dtype = layer.arguments
+    out = torch.empty(rows, channels, dtype=dtype)
+    made = Activation(name, multiplier, offset, factor)
+    call = LinearCall(x.contiguous(), weight.contiguous(), *constants, None, made, out, gated=True)
+    sm90.linear_launch(call).run()
+    assert same_bits(out, layer.run("reference"))
+
+
 def check_norms(layers: Iterable[network_cases.Layer]) -> None:
     for layer in layers:
         h, epsilon, gain, offset, shift, gather, _ = layer.arguments

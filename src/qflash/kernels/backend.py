@@ -78,4 +78,5 @@ class GpuBackend(KernelBackend):
     mean = staticmethod(layers.launch_mean)
     embed = staticmethod(layers.launch_embedding)
     gated = staticmethod(layers.launch_gated)
+    linear_gated = staticmethod(layers.launch_linear_gated)
     rotary = staticmethod(layers.launch_rotary)

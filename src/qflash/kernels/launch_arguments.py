@@ -336,6 +336,8 @@ class LinearCall:
         activation: behind the change of unit, for int8 outputs; or None.
         out: (rows, outputs).
         places: where residual and output have the rows; None: in the order of x.
+        gated: whether the first half of the outputs gate the second, as in :func:`qflash.specification.gated.gated`; the
+            activation is then its f, R, B and A, and the output has half as many channels.
     """
 
     x: torch.Tensor
@@ -347,6 +349,7 @@ class LinearCall:
     activation: Activation | None
     out: torch.Tensor
     places: Places | None = None
+    gated: bool = False
 
     def epilogue(self) -> dict[str, Any]:
         """Return a kernel's arguments behind the products, by name."""
@@ -369,9 +372,10 @@ class LinearCall:
             "first": places.first,
             "residual_tokens": places.residual_tokens,
             "left": self.left,
-            "activation_shift": made.shift,
+            "activation_constant": made.shift,
             "RESIDUAL": self.residual is not None,
             "ACTIVATION": made.name,
+            "GATED": self.gated,
             "PLACES": "" if self.places is None else "images" if places.table is None else "table",
         }
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..specification.gated import GatedIntegers
 from ..specification.layers import Activation, LinearIntegers
 from .gluon.sm90 import launch as sm90
 from .launch_arguments import LinearCall, Places
@@ -34,15 +35,36 @@ def launch_linear(
     return out
 
 
+def launch_linear_gated(
+    x: torch.Tensor, layer: LinearIntegers, product: GatedIntegers, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """Run a linear layer and a gated product: :meth:`qflash.reference_backend.Backend.linear_gated`."""
+    out = torch.empty((*x.shape[:-1], len(product.offset)), dtype=out_dtype, device=x.device)
+    activation = Activation(product.activation, product.multiplier, product.offset, product.gate_multiplier)
+    call = _as_rows(LinearCall(x, *layer, None, activation, out, gated=True))
+    if call is not None:
+        if sm90.linear_refusal(call):
+            return launch_gated(launch_linear(x, layer, torch.int16, None, None, None), *product, out_dtype)
+        sm90.linear_launch(call).run()
+    return out
+
+
 def _run_linear(call: LinearCall) -> None:
     """Run a layer whose tensors, but for the output, may have any memory format and any leading dimensions."""
+    rows = _as_rows(call)
+    if rows is not None:
+        (portable if sm90.linear_refusal(rows) else sm90).linear_launch(rows).run()
+
+
+def _as_rows(call: LinearCall) -> LinearCall | None:
+    """Return the call with contiguous tensors of two dimensions; None where there is nothing to do."""
     outputs, inputs = call.weight.shape
     if call.x.numel() == 0 or outputs == 0:
-        return
+        return None
     made = call.activation
     if made is not None:
         made = made._replace(multiplier=made.multiplier.contiguous(), offset=made.offset.contiguous())
-    call = dataclasses.replace(
+    return dataclasses.replace(
         call,
         x=call.x.contiguous().view(-1, inputs),
         weight=call.weight.contiguous(),
@@ -50,9 +72,8 @@ def _run_linear(call: LinearCall) -> None:
         multiplier=call.multiplier.contiguous(),
         residual=None if call.residual is None else call.residual.contiguous().view(-1, outputs),
         activation=made,
-        out=call.out.view(-1, outputs),
+        out=call.out.view(-1, call.out.shape[-1]),
     )
-    (portable if sm90.linear_refusal(call) else sm90).linear_launch(call).run()
 
 
 def launch_embedding(

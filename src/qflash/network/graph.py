@@ -16,7 +16,8 @@ from ..specification.recipe import Recipe
 from .cpu_graph import CpuGraph
 from .cuda_graph import NetworkGraph
 from .inputs import TEXT, check_input, check_sizes, input_dtype, input_shape, takes_ids, text_ids
-from .modules import EXTRA_STATE, LOADED, Attention, First, IntegerModule, Mean, Widen
+from .modules import EXTRA_STATE, LOADED, Attention, First, IntegerModule, Linear, Mean, Widen
+from .operators.gated import Gated
 from .operators.rotary import Rotary
 from .operators.token_embedding import TokenEmbedding
 from .operators.tokens import Tokens
@@ -276,6 +277,15 @@ class IntegerNetwork(IntegerModule):
         found = run_mixed(self, taken) if isinstance(taken, (list, tuple)) else self.run(taken)
         return found if len(found) > 1 else next(iter(found.values()))
 
+    def _product_of(self, index: int, parts: Mapping[str, IntegerModule]) -> Node | None:
+        """Return the gated product that follows a node, if it is a linear layer to int16 that nothing else takes; else None."""
+        name, last = self.nodes[index].name, index + 1 == len(self.nodes)
+        if last or self.nodes[index + 1].inputs != (name,) or self._last_use[name] != index + 1:
+            return None
+        layer, after = parts[name], self.nodes[index + 1]
+        fits = type(layer) is Linear and layer.dtype == torch.int16 and layer.scatter is None
+        return after if fits and isinstance(parts[after.name], Gated) else None
+
     def run(self, images: torch.Tensor, seen: Callable[[str, torch.Tensor], None] | None = None) -> dict[str, torch.Tensor]:
         """Return the outputs by name, of images as :meth:`forward` takes them.
 
@@ -289,9 +299,18 @@ class IntegerNetwork(IntegerModule):
             other = self._other(images.shape[2:])
         check_input(images, self.image if other is None else other.image, shorter=self.takes_shorter)
         values = {IMAGES: images}
+        parts = {
+            node.name: self.part(node.name) if other is None or node.name not in other.names else other.part(node.name)
+            for node in self.nodes
+        }
         for index, node in enumerate(self.nodes):
-            part = self.part(node.name) if other is None or node.name not in other.names else other.part(node.name)
-            values[node.name] = part(*(values[x] for x in node.inputs), backend=self.backend)
+            if node.name in values:
+                continue
+            part, product = parts[node.name], None if seen is not None else self._product_of(index, parts)
+            if product is not None:
+                values[product.name] = parts[product.name].behind(part, values[node.inputs[0]], self.backend)
+            else:
+                values[node.name] = part(*(values[x] for x in node.inputs), backend=self.backend)
             if seen is not None:
                 seen(node.name, values[node.name])
             for name in node.inputs:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from .fixed_point import Checker, multiply_round
@@ -11,6 +13,15 @@ GATE_BITS = 28
 """Fraction bits of what brings gates to the unit of their activation."""
 PRODUCT_SHIFT = 2
 """What a product loses, to stay below 2**31."""
+
+
+class GatedIntegers(NamedTuple):
+    """The constants of a gated product, as :func:`gated` takes them."""
+
+    gate_multiplier: int
+    multiplier: torch.Tensor
+    offset: torch.Tensor
+    activation: str
 
 
 def gated(

@@ -31,7 +31,7 @@ from ..launch_recorder import KernelLaunch
 @triton.jit(
     do_not_specialize=(
         "left",
-        "activation_shift",
+        "activation_constant",
         "tokens",
         "image_inverse",
         "image_bits",
@@ -43,7 +43,7 @@ from ..launch_recorder import KernelLaunch
 def int8_linear_kernel(
     x_ptr, weight_ptr, bias_ptr, multiplier_ptr, residual_ptr, activation_multiplier_ptr, activation_offset_ptr, o_ptr,
     places_ptr,
-    rows, inputs, outputs, tokens, image_inverse, image_bits, out_tokens, first, residual_tokens, left, activation_shift,
+    rows, inputs, outputs, tokens, image_inverse, image_bits, out_tokens, first, residual_tokens, left, activation_constant,
     PLACES: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
@@ -98,7 +98,7 @@ def int8_linear_kernel(
         activation_multiplier = tl.load(activation_multiplier_ptr + n, mask=inside, other=0)
         activation_offset = tl.load(activation_offset_ptr + n, mask=inside, other=0)
         y = activate(y, ACTIVATION) * activation_multiplier[None, :] + activation_offset[None, :]
-        out = saturate(y >> activation_shift, tl.int8, GUARD)
+        out = saturate(y >> activation_constant, tl.int8, GUARD)
     else:
         out = saturate(y, o_ptr.dtype.element_ty, GUARD)
     tl.store(o_ptr + at, out, mask=there)

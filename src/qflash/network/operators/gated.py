@@ -1,4 +1,7 @@
-"""Gated products as an operator of integer networks; its integers are :func:`qflash.specification.gated.gated`."""
+"""Gated products as an operator of integer networks; its integers are :func:`qflash.specification.gated.gated`.
+
+A network runs the linear layer that makes gates and values together with it: ``int8_linear_gated``.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,21 @@ import numpy as np
 import torch
 
 from ...backends import find_backend
-from ...specification.gated import GATE_BITS, PRODUCT_SHIFT
-from ...specification.layers import ACTIVATIONS, INT16, INT32, LIMITS
+from ...specification.gated import GATE_BITS, PRODUCT_SHIFT, GatedIntegers
+from ...specification.layers import ACTIVATIONS, INT16, INT32, LIMITS, LinearIntegers
 from ...validation import check_backend, check_tensor
 from .. import activations
-from ..modules import DTYPES, OwnForms, require_lists, require_within
+from ..execution import _check_linear
+from ..modules import DTYPES, Linear, OwnForms, require_lists, require_within
 
 _LIBRARY = torch.library.Library("qflash", "FRAGMENT")
 _LIBRARY.define(
     "gated(Tensor x, int gate_multiplier, Tensor multiplier, Tensor offset, str activation, ScalarType out_dtype, "
     "str backend) -> Tensor"
+)
+_LIBRARY.define(
+    "int8_linear_gated(Tensor x, Tensor weight, Tensor bias, Tensor multiplier, int left, int gate_multiplier, "
+    "Tensor product_multiplier, Tensor product_offset, str activation, ScalarType out_dtype, str backend) -> Tensor"
 )
 
 
@@ -73,8 +81,49 @@ def _fake_gated(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=arguments[4])
 
 
+def _check_both(x: torch.Tensor, weight: torch.Tensor, *arguments: Any) -> GatedIntegers:
+    bias, multiplier, left, gate_multiplier, product_multiplier, product_offset, activation, out_dtype, backend = arguments
+    _check_linear(x, weight, bias, multiplier, left, None, None, torch.int16, backend, (torch.int8,))
+    if weight.shape[0] % 2:
+        raise ValueError(f"weight must make gates and as many values, got shape {tuple(weight.shape)}")
+    made = torch.empty((0, weight.shape[0]), dtype=torch.int16, device=x.device)
+    _check(made, gate_multiplier, product_multiplier, product_offset, activation, out_dtype, backend)
+    return GatedIntegers(gate_multiplier, product_multiplier, product_offset, activation)
+
+
+def int8_linear_gated(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, multiplier: torch.Tensor, left: int, gate_multiplier: int,
+    product_multiplier: torch.Tensor, product_offset: torch.Tensor, activation: str, out_dtype: torch.dtype, backend: str,
+) -> torch.Tensor:  # fmt: skip
+    """Run a linear layer to int16 and the gated product of its outputs.
+
+    Args:
+        x, weight, bias, multiplier, left: see :func:`qflash.network.execution.int8_linear`; x is int8, the outputs are gates,
+            then values.
+        gate_multiplier, activation, out_dtype, backend: see :func:`gated`.
+        product_multiplier, product_offset: its ``multiplier`` and ``offset``.
+
+    Returns:
+        (..., outputs / 2).
+
+    Raises:
+        TypeError: a tensor or the output has another dtype.
+        ValueError: a shape, a device, a number or a name does not fit, or the back end cannot run there.
+    """
+    numbers = (gate_multiplier, product_multiplier, product_offset, activation)
+    product = _check_both(x, weight, bias, multiplier, left, *numbers, out_dtype, backend)
+    return find_backend(backend, x.device).linear_gated(x, LinearIntegers(weight, bias, multiplier, left), product, out_dtype)
+
+
+def _fake_int8_linear_gated(x: torch.Tensor, weight: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    _check_both(x, weight, *arguments)
+    return x.new_empty((*x.shape[:-1], weight.shape[0] // 2), dtype=arguments[7])
+
+
 _LIBRARY.impl("gated", gated, "CompositeExplicitAutograd")
 torch.library.register_fake("qflash::gated", _fake_gated, lib=_LIBRARY)
+_LIBRARY.impl("int8_linear_gated", int8_linear_gated, "CompositeExplicitAutograd")
+torch.library.register_fake("qflash::int8_linear_gated", _fake_int8_linear_gated, lib=_LIBRARY)
 
 
 class Gated(OwnForms):
@@ -118,6 +167,14 @@ class Gated(OwnForms):
         out: torch.Tensor = torch.ops.qflash.gated(
             x, self.gate_multiplier, self.multiplier, self.offset, self.activation, self.dtype, backend
         )
+        return out
+
+    def behind(self, layer: Linear, x: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+        """Return the product of what a linear layer makes of int8 (..., inputs)."""
+        out: torch.Tensor = torch.ops.qflash.int8_linear_gated(
+            x, layer.weight, layer.bias, layer.multiplier, layer.left, self.gate_multiplier, self.multiplier, self.offset,
+            self.activation, self.dtype, backend,
+        )  # fmt: skip
         return out
 
     def write_onnx(self, graph: Any, inputs: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> Any:

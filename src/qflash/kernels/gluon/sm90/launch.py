@@ -394,9 +394,12 @@ def linear_launch(call: LinearCall) -> KernelLaunch:
     wide, high = triton.cdiv(outputs, tiles.block_n), triton.cdiv(rows, tiles.block_m)
     programs = min(wide * high, processors * tiles.programs)
     group = min(outputs & -outputs, 64)
-    # of a group's outputs, those that a lane has of every eight accumulator columns lie side by side
+    # of a group's outputs, those that a lane has of every eight accumulator columns are neighbours
     shape = [outputs // group, group // 8, 4, 2, inputs]
     strides = [group * inputs, 2 * inputs, group // 4 * inputs, inputs, 1]
+    if call.gated:
+        # of every two columns one is a gate and one its value
+        strides = [group // 2 * inputs, inputs, group // 8 * inputs, outputs // 2 * inputs, 1]
     block = [tiles.block_n // group, group // 8, 4, 2, _LINEAR_DEPTH]
     dependent = dependent_launch(call.x.device, rows * min(inputs, outputs))
     arguments = call.epilogue() | {

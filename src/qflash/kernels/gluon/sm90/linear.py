@@ -24,6 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ...common.dependent_launch import wait_for_kernels
+from ...common.fixed_point import multiply_round
 from ...common.network_ops import ACTIVATION_LIMIT, TAIL_END, less_tail, places_of
 from ..ptx_ops import barrier
 
@@ -41,6 +42,15 @@ RELU = gl.constexpr("min.relu.s32 $0, $1, $2;")
 REST = gl.constexpr("{.reg .s32 s, t; sub.s32 s, $2, $1; add.s32 t, $1, $2; min.relu.s32 $0, t, s;}")
 PACK_INT8 = gl.constexpr("{.reg .b32 t; cvt.pack.sat.s8.s32.b32 t, $4, $3, 0; cvt.pack.sat.s8.s32.b32 $0, $2, $1, t;}")
 PACK_INT16 = gl.constexpr("cvt.pack.sat.s16.s32 $0, $2, $1;")
+# a gate and a value, saturated to int16: mul(gate, A, 28), and 2**16 values
+GATE_AND_VALUE = gl.constexpr("""{.reg .s32 t; .reg .s64 a;
+cvt.pack.sat.s16.s32 $1, $3, $2;
+shl.b32 t, $1, 16;
+shr.s32 t, t, 12;
+and.b32 $1, $1, 0xffff0000;
+mul.wide.s32 a, t, $4;
+add.s64 a, a, 0x80000000;
+mov.b64 {t, $0}, a;}""")
 
 
 @gluon.constexpr_function
@@ -53,7 +63,7 @@ def sums_layout(columns, warps):
 def outputs_layout(columns, rows, group, warps):
     """Return the accumulator's layout with columns as they are in memory: a lane has a quarter of every ``group``."""
     near = [[0, bit] for bit in (2, 4, 8) if bit < group // 4]
-    far = [[0, bit] for bit in (16, 32, 64, 128) if group <= bit < columns]
+    far = [[0, bit] for bit in (8, 16, 32, 64, 128) if group <= bit < columns]
     below = [[bit, 0] for bit in (64, 128) if 16 * warps <= bit < rows]
     lanes = [[0, group // 4], [0, group // 2], [1, 0], [2, 0], [4, 0]]
     own = [[16 << bit, 0] for bit in range(warps.bit_length() - 1)]
@@ -68,6 +78,17 @@ def _in_order(sums, GROUP: gl.constexpr, WARPS: gl.constexpr):
     x = gl.reshape(sums, (M, N // GROUP, GROUP // 8, 4, 2))
     x = gl.reshape(gl.permute(x, (0, 1, 3, 2, 4)), (M, N))
     return gl.convert_layout(x, outputs_layout(N, M, GROUP, WARPS), assert_trivial=True)
+
+
+@gluon.jit
+def _gates_and_values(sums, GROUP: gl.constexpr, WARPS: gl.constexpr):
+    """Sums of gates and those of their values, each with its columns as they are in memory; nothing moves."""
+    M: gl.constexpr = sums.shape[0]
+    N: gl.constexpr = sums.shape[1]
+    L: gl.constexpr = outputs_layout(N // 2, M, GROUP // 2, WARPS)
+    x = gl.permute(gl.reshape(sums, (M, N // GROUP, GROUP // 8, 4, 2)), (0, 1, 3, 2, 4))
+    gate, value = gl.split(gl.reshape(x, (M, N // 2, 2)))
+    return gl.convert_layout(gate, L, assert_trivial=True), gl.convert_layout(value, L, assert_trivial=True)
 
 
 @gluon.jit
@@ -97,13 +118,34 @@ def _next_tile(m, n, wide, down, across):
 
 
 @gluon.jit
+def _rescale(sums, bias_ptr, multiplier_ptr, columns, outputs, left, EVEN: gl.constexpr):
+    """Sums (rows, columns) in the unit of the outputs, int32."""
+    bias = _constants(bias_ptr, columns, outputs, EVEN)
+    multiplier = _constants(multiplier_ptr, columns, outputs, EVEN)
+    numbers = [sums, 1 << left, bias[None, :], multiplier[None, :]]
+    return gl.inline_asm_elementwise(RESCALED, "=r,r,r,r,r", numbers, gl.int32, True, 1)
+
+
+@gluon.jit
+def _store(o_ptr, at, y, there):
+    """Store int32 numbers, saturated to the type of the output."""
+    if o_ptr.dtype.element_ty == gl.int8:
+        out = gl.inline_asm_elementwise(PACK_INT8, "=r,r,r,r,r", [y], gl.int8, True, 4)
+    elif o_ptr.dtype.element_ty == gl.int16:
+        out = gl.inline_asm_elementwise(PACK_INT16, "=r,r,r", [y], gl.int16, True, 2)
+    else:
+        out = y
+    gl.store(o_ptr + at, out, mask=there)
+
+
+@gluon.jit
 def _store_tile(
     sums, m, n, numbers, places,
     PLACES: gl.constexpr, RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr, EVEN: gl.constexpr, GROUP: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
     """Take the sums of tile (m, n) through the epilogue to memory."""
-    constants, residual_ptr, o_ptr, rows, outputs, left, activation_shift = numbers
+    constants, residual_ptr, o_ptr, rows, outputs, left, activation_constant = numbers
     bias_ptr, multiplier_ptr, activation_multiplier_ptr, activation_offset_ptr = constants
     BLOCK_M: gl.constexpr = sums.shape[0]
     BLOCK_N: gl.constexpr = sums.shape[1]
@@ -111,9 +153,7 @@ def _store_tile(
     y = _in_order(sums, GROUP, WARPS)
     columns = n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, L))
     row = m * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
-    bias = _constants(bias_ptr, columns, outputs, EVEN)
-    multiplier = _constants(multiplier_ptr, columns, outputs, EVEN)
-    y = gl.inline_asm_elementwise(RESCALED, "=r,r,r,r,r", [y, 1 << left, bias[None, :], multiplier[None, :]], gl.int32, True, 1)
+    y = _rescale(y, bias_ptr, multiplier_ptr, columns, outputs, left, EVEN)
     here = row < rows
     to, beside = row.to(gl.int64), row.to(gl.int64)
     if PLACES != "":
@@ -130,14 +170,38 @@ def _store_tile(
     if ACTIVATION != "":
         activation_multiplier = _constants(activation_multiplier_ptr, columns, outputs, EVEN)
         activation_offset = _constants(activation_offset_ptr, columns, outputs, EVEN)
-        y = (_activate(y, ACTIVATION) * activation_multiplier[None, :] + activation_offset[None, :]) >> activation_shift
-    if o_ptr.dtype.element_ty == gl.int8:
-        out = gl.inline_asm_elementwise(PACK_INT8, "=r,r,r,r,r", [y], gl.int8, True, 4)
-    elif o_ptr.dtype.element_ty == gl.int16:
-        out = gl.inline_asm_elementwise(PACK_INT16, "=r,r,r", [y], gl.int16, True, 2)
-    else:
-        out = y
-    gl.store(o_ptr + at, out, mask=there)
+        y = (_activate(y, ACTIVATION) * activation_multiplier[None, :] + activation_offset[None, :]) >> activation_constant
+    _store(o_ptr, at, y, there)
+
+
+@gluon.jit
+def _store_products(
+    sums, m, n, numbers, ACTIVATION: gl.constexpr, EVEN: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr
+):
+    """Take the sums of tile (m, n), gates and values, through :func:`qflash.specification.gated.gated` to memory."""
+    constants, _, o_ptr, rows, outputs, left, activation_constant = numbers
+    bias_ptr, multiplier_ptr, product_multiplier_ptr, product_offset_ptr = constants
+    channels = outputs // 2
+    BLOCK_M: gl.constexpr = sums.shape[0]
+    BLOCK_N: gl.constexpr = sums.shape[1] // 2
+    L: gl.constexpr = outputs_layout(BLOCK_N, BLOCK_M, GROUP // 2, WARPS)
+    gate, value = _gates_and_values(sums, GROUP, WARPS)
+    columns = n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, L))
+    row = m * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
+    gate = _rescale(gate, bias_ptr, multiplier_ptr, columns, channels, left, EVEN)
+    value = _rescale(value, bias_ptr + channels, multiplier_ptr + channels, columns, channels, left, EVEN)
+    u, high_value = gl.inline_asm_elementwise(
+        GATE_AND_VALUE, "=r,=&r,r,r,r", [gate, value, activation_constant], (gl.int32, gl.int32), True, 1
+    )
+    # a product that loses 2 bits, as one of 2**14 and 2**16 times as much that loses 32
+    product = multiply_round(_activate(u, ACTIVATION) << 14, high_value, False)
+    multiplier = _constants(product_multiplier_ptr, columns, channels, EVEN)
+    offset = _constants(product_offset_ptr, columns, channels, EVEN)
+    y = multiply_round(product + offset[None, :], multiplier[None, :], False)
+    there = (row < rows)[:, None]
+    if not EVEN:
+        there = there & (columns < channels)[None, :]
+    _store(o_ptr, row.to(gl.int64)[:, None] * channels + columns[None, :], y, there)
 
 
 @gluon.jit
@@ -155,16 +219,17 @@ def _load_step(
 @gluon.jit(
     do_not_specialize=(
         "rows", "steps", "inverse_wide", "down", "across", "tokens", "image_inverse", "image_bits", "out_tokens", "first",
-        "residual_tokens", "left", "activation_shift",
+        "residual_tokens", "left", "activation_constant",
     )
 )  # fmt: skip
 def hopper_linear_kernel(
     x_desc, weight_desc, bias_ptr, multiplier_ptr, residual_ptr, activation_multiplier_ptr, activation_offset_ptr, o_ptr,
     places_ptr,
     rows, outputs, steps, inverse_wide, down, across, tokens, image_inverse, image_bits, out_tokens, first, residual_tokens,
-    left, activation_shift,
-    PLACES: gl.constexpr, RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr, EVEN: gl.constexpr, GROUP: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, DEPENDENT: gl.constexpr,
+    left, activation_constant,
+    PLACES: gl.constexpr, RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr, EVEN: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Tiles of a linear layer, BLOCK_M rows by BLOCK_N outputs each.
 
@@ -173,6 +238,8 @@ def hopper_linear_kernel(
     up; ``down`` and ``across`` are the programs over these tiles, quotient and remainder. Residual int16 and output are
     (rows, outputs), contiguous. PLACES: where these two have the rows, see :func:`...common.network_ops.places_of`; "" where x
     has them.
+    GATED: the first half of the outputs gate the second, of which ``weight_desc`` has the weights of a gate and of its value as
+    neighbours; the output is (rows, outputs / 2).
     """
     WARPS: gl.constexpr = gl.num_warps()
     S: gl.constexpr = sums_layout(BLOCK_N, WARPS)
@@ -188,7 +255,7 @@ def hopper_linear_kernel(
     m = ((program.to(gl.int64) * inverse_wide) >> 30).to(gl.int32)
     n = program - m * wide
     constants = (bias_ptr, multiplier_ptr, activation_multiplier_ptr, activation_offset_ptr)
-    numbers = (constants, residual_ptr, o_ptr, rows, outputs, left, activation_shift)
+    numbers = (constants, residual_ptr, o_ptr, rows, outputs, left, activation_constant)
     places = (places_ptr, tokens, image_inverse, image_bits, out_tokens, first, residual_tokens)
     wait_for_kernels(DEPENDENT)
     # the step to load next
@@ -238,5 +305,8 @@ def hopper_linear_kernel(
                 slot = 0
                 phase ^= 1
         sums = warpgroup_mma_wait(0, deps=(sums,))
-        _store_tile(sums, m, n, numbers, places, PLACES, RESIDUAL, ACTIVATION, EVEN, GROUP, WARPS)
+        if GATED:
+            _store_products(sums, m, n, numbers, ACTIVATION, EVEN, GROUP, WARPS)
+        else:
+            _store_tile(sums, m, n, numbers, places, PLACES, RESIDUAL, ACTIVATION, EVEN, GROUP, WARPS)
         m, n = _next_tile(m, n, wide, down, across)

@@ -76,7 +76,7 @@ class LayerCase:
         layout: ``"contiguous"`` or ``"misaligned"`` (the activations begin anywhere).
         moved: of linear layers ``"windows"``, whose tokens go to other places, or ``"patches"``, of images; of a normalisation
             the tokens that a row is joined of, ``"mean"``, which is none but the mean over 49 tokens, ``"gated"``, a product
-            of the inputs' halves, or ``"rotary"``, which is none but the rotary positions of 201 tokens with heads of 64
+            of the inputs' halves or of those of a linear layer's outputs, or ``"rotary"``, which is none but the rotary positions of 201 tokens with heads of 64
             channels.
         launch: which of the call's launches.
     """
@@ -140,6 +140,7 @@ CASES: tuple[AnyCase, ...] = (
     LayerCase("layer-norm-merge", 64 * 3136, 96, moved=4),
     LayerCase("mean", 64 * 49, 768, moved="mean"),
     LayerCase("gated", 64 * 257, 2 * 4096, epilogue="silu", moved="gated"),
+    LayerCase("linear-gated", 64 * 257, 768, 2 * 2048, "silu", "int16", moved="gated"),  # EVA-02: a normalisation is behind it
     LayerCase("rotary", 64 * 201, 768, moved="rotary"),  # query and key of a DINOv3-S side by side
 )
 
@@ -246,7 +247,7 @@ def launches(case: AnyCase, target: str) -> list[KernelLaunch]:
 def _run_layer(case: LayerCase) -> None:
     """Call the operator of a layer."""
     from qflash.network import execution
-    from qflash.network.operators.gated import gated
+    from qflash.network.operators.gated import gated, int8_linear_gated
     from qflash.network.operators.rotary import rotary
 
     def tensor(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -261,7 +262,7 @@ def _run_layer(case: LayerCase) -> None:
         h = activations(torch.int16).view(-1, 49, case.inputs)
         execution.integer_mean(h, tensor(case.inputs), 4, tensor(case.inputs), output, "triton")
         return
-    if case.moved == "gated":
+    if case.moved == "gated" and not case.outputs:
         halves = tensor(case.inputs // 2), tensor(case.inputs // 2)
         gated(activations(torch.int16), 1 << 28, *halves, case.epilogue, output, "triton")
         return
@@ -278,7 +279,10 @@ def _run_layer(case: LayerCase) -> None:
         return
     outputs = tensor(case.outputs), tensor(case.outputs)
     linear = (activations(getattr(torch, case.input)), tensor(case.outputs, case.inputs, dtype=torch.int8), *outputs, 2)
-    if case.moved == "patches":
+    if case.moved == "gated":
+        halves = tensor(case.outputs // 2), tensor(case.outputs // 2)
+        int8_linear_gated(*linear, 1 << 28, *halves, case.epilogue, output, "triton")
+    elif case.moved == "patches":
         images = tensor(case.tokens // 196, case.inputs // 256, 224, 224, dtype=torch.uint8)
         position, prefix = (tensor(1, tokens, case.outputs, dtype=torch.int16) for tokens in (196, 1))
         execution.patch_embedding(images, (16, 16), *linear[1:], position, prefix, "triton")

@@ -363,7 +363,17 @@ def draw_narrow(number: int) -> Layer:
     return Layer("integer_narrow", (h, multiplier, left, offset, gather, DTYPES[number % 5 % 3]))
 
 
-MOVING = (draw_joined_norm, draw_scattered_linear, draw_embedding, draw_mean, draw_gated, draw_linear_gated, draw_norm, draw_narrow, draw_rotary)
+MOVING = (
+    draw_joined_norm,
+    draw_scattered_linear,
+    draw_embedding,
+    draw_mean,
+    draw_gated,
+    draw_linear_gated,
+    draw_norm,
+    draw_narrow,
+    draw_rotary,
+)
 """Draws of layers that take tokens from other places, bring them there, or average them; and of some that do neither."""
 
 

@@ -45,6 +45,11 @@ GATED: dict[str, Any] = {
     "x": ints(3, 8, dtype=torch.int16), "gate_multiplier": 5, "multiplier": ints(4), "offset": ints(4), "activation": "silu",
     "out_dtype": torch.int8,
 }  # fmt: skip
+LINEAR_GATED: dict[str, Any] = {
+    "x": ints(3, 8, dtype=torch.int8), "weight": ints(8, 8, dtype=torch.int8), "bias": ints(8), "multiplier": ints(8),
+    "left": 1, "gate_multiplier": 1, "product_multiplier": ints(4), "product_offset": ints(4), "activation": "silu",
+    "out_dtype": torch.int8,
+}  # fmt: skip
 TOKENS = ints(2, 3, 8, dtype=torch.int8)
 EMBEDDING: dict[str, Any] = {
     "images": ints(2, 2, 4, 6, dtype=torch.uint8), "patch_size": (2, 2), "weight": ints(5, 8, dtype=torch.int8),
@@ -89,6 +94,12 @@ WRONG = [
     ("gated", "offset", ints(4, dtype=torch.int64), TypeError, "offset must be int32, got int64"),
     ("gated", "activation", "tanh", ValueError, "activation must be one of gelu, silu, relu, got 'tanh'"),
     ("gated", "out_dtype", torch.float32, TypeError, "out_dtype must be int8, int16 or int32, got float32"),
+    ("int8_linear_gated", "x", ints(3, 8, dtype=torch.int16), TypeError, "x must be int8, got int16"),
+    ("int8_linear_gated", "weight", ints(5, 8, dtype=torch.int8), ValueError, r"bias must have shape \(5,\)"),
+    ("int8_linear_gated", "left", 31, ValueError, "left must be 0 to 30, got 31"),
+    ("int8_linear_gated", "gate_multiplier", -1, ValueError, "gate_multiplier must be from 0 to 2147483647, got -1"),
+    ("int8_linear_gated", "product_multiplier", ints(8), ValueError, r"product_multiplier must have shape \(4,\), got \(8,\)"),
+    ("int8_linear_gated", "product_offset", ints(4, dtype=torch.int64), TypeError, "product_offset must be int32, got int64"),
     ("integer_norm", "h", ints(3, 8), TypeError, "h must be int16, got int32"),
     ("integer_norm", "epsilon", 1 << 46, ValueError, "epsilon must be below 70368744177664 where the mean stays"),
     ("integer_norm", "residual", ints(3, 8), TypeError, "residual must be int16, got int32"),
@@ -146,7 +157,9 @@ def call(name: str, arguments: dict[str, Any], backend: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(("name", "argument", "value", "error", "words"), WRONG, ids=lambda x: x if isinstance(x, str) else "")
 def test_what_does_not_fit_is_refused(name: str, argument: str, value: Any, error: type[Exception], words: str) -> None:
-    arguments = ({"patch_embedding": EMBEDDING, "integer_mean": MEAN, "gated": GATED} | CALLS)[name] | {argument: value}
+    arguments = (
+        {"patch_embedding": EMBEDDING, "integer_mean": MEAN, "gated": GATED, "int8_linear_gated": LINEAR_GATED} | CALLS
+    )[name] | {argument: value}
     for backend in BACKENDS:
         with pytest.raises(error, match=words):
             call(name, arguments, backend)

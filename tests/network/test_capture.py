@@ -136,6 +136,23 @@ def test_kernels_have_the_same_bits(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["timm: SwiGLU", "timm: SwiGLU with a norm"])
+def test_linear_layers_run_with_the_products_behind_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One operator for both, but where a node's output is asked for; the same bits."""
+    _, network = quantised(name)
+    network, seen, called = copy.copy(network), set(), []
+    joined = torch.ops.qflash.int8_linear_gated
+    monkeypatch.setattr(torch.ops.qflash, "int8_linear_gated", lambda *given: (called.append(1), joined(*given))[1])
+    for backend in ("reference", "cpu"):
+        network.backend = backend
+        apart = network.run(images(2), lambda node, x: seen.add(node))
+        assert not called
+        together = network.run(images(2))
+        assert len(called) == 2 and all(torch.equal(apart[output], together[output]) for output in apart)
+        called.clear()
+    assert {node.name for node in network.nodes} == seen
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_node_can_stay_float(name: str, tmp_path: Path) -> None:
     """With all of them a network is its model; with every second one it is closer, saves, loads and exports to ONNX."""

@@ -93,6 +93,7 @@ def test_reference_computes_no_float(made: Any, kind: str, monkeypatch: pytest.M
     ):
         monkeypatch.setattr(torch.ops.qflash, name, getattr(execution, name))
     monkeypatch.setattr(torch.ops.qflash, "gated", gated.gated)
+    monkeypatch.setattr(torch.ops.qflash, "int8_linear_gated", gated.int8_linear_gated)
     monkeypatch.setattr(torch.ops.qflash, "rotary", rotary.rotary)
     monkeypatch.setattr(torch.ops.qflash, "integer_norm", norms.integer_norm)
     monkeypatch.setattr(torch.ops.qflash, "integer_narrow", narrow.integer_narrow)

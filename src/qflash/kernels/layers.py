@@ -35,9 +35,7 @@ def launch_linear(
     return out
 
 
-def launch_linear_gated(
-    x: torch.Tensor, layer: LinearIntegers, product: GatedIntegers, out_dtype: torch.dtype
-) -> torch.Tensor:
+def launch_linear_gated(x: torch.Tensor, layer: LinearIntegers, product: GatedIntegers, out_dtype: torch.dtype) -> torch.Tensor:
     """Run a linear layer and a gated product: :meth:`qflash.reference_backend.Backend.linear_gated`."""
     out = torch.empty((*x.shape[:-1], len(product.offset)), dtype=out_dtype, device=x.device)
     activation = Activation(product.activation, product.multiplier, product.offset, product.gate_multiplier)

@@ -74,10 +74,10 @@ class LayerCase:
         output: dtype of the output.
         input: of a linear layer's input, ``"int8"`` or ``"int16"``.
         layout: ``"contiguous"`` or ``"misaligned"`` (the activations begin anywhere).
-        moved: of linear layers ``"windows"``, whose tokens go to other places, or ``"patches"``, of images; of a normalisation
-            the tokens that a row is joined of, ``"mean"``, which is none but the mean over 49 tokens, ``"gated"``, a product
-            of the inputs' halves or of those of a linear layer's outputs, or ``"rotary"``, which is none but the rotary positions of 201 tokens with heads of 64
-            channels.
+        moved: of linear layers ``"windows"``, whose tokens go to other places, ``"patches"``, of images, or ``"gated"``, whose
+            outputs' halves are multiplied; of a normalisation the tokens that a row is joined of; ``"mean"`` is the mean over
+            49 tokens, ``"gated"`` without outputs a product of the inputs' halves, ``"rotary"`` rotary positions of 201 tokens
+            with heads of 64 channels.
         launch: which of the call's launches.
     """
 

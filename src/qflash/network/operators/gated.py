@@ -32,7 +32,7 @@ _LIBRARY.define(
 
 def _check(
     x: torch.Tensor, gate_multiplier: int, multiplier: torch.Tensor, offset: torch.Tensor, activation: str,
-    out_dtype: torch.dtype, backend: str,
+    out_dtype: torch.dtype, backend: str, prefix: str = "",
 ) -> None:  # fmt: skip
     if out_dtype not in LIMITS:
         raise TypeError(f"out_dtype must be int8, int16 or int32, got {str(out_dtype).removeprefix('torch.')}")
@@ -43,7 +43,7 @@ def _check(
     if x.shape[-1] % 2:
         raise ValueError(f"x must have gates and as many values as its last dimension, got shape {tuple(x.shape)}")
     require_within("gate_multiplier", gate_multiplier, 0, INT32[1])
-    for name, each in (("multiplier", multiplier), ("offset", offset)):
+    for name, each in ((f"{prefix}multiplier", multiplier), (f"{prefix}offset", offset)):
         check_tensor(name, each, (torch.int32,), 1)
         if each.shape != (x.shape[-1] // 2,):
             raise ValueError(f"{name} must have shape ({x.shape[-1] // 2},), got {tuple(each.shape)}")
@@ -87,7 +87,7 @@ def _check_both(x: torch.Tensor, weight: torch.Tensor, *arguments: Any) -> Gated
     if weight.shape[0] % 2:
         raise ValueError(f"weight must make gates and as many values, got shape {tuple(weight.shape)}")
     made = torch.empty((0, weight.shape[0]), dtype=torch.int16, device=x.device)
-    _check(made, gate_multiplier, product_multiplier, product_offset, activation, out_dtype, backend)
+    _check(made, gate_multiplier, product_multiplier, product_offset, activation, out_dtype, backend, "product_")
     return GatedIntegers(gate_multiplier, product_multiplier, product_offset, activation)
 
 

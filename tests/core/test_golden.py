@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import pathlib
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+import cpu_driver
 from helpers import DEVICE, load_script, same_bits
 from qflash.network.operators import OPERATORS
 from qflash.specification.reference import ARITHMETIC_VERSION
@@ -71,6 +73,21 @@ def test_back_end_has_the_committed_bits(name: str, backend: str) -> None:
     if backend == "cpu" and shutil.which("cc") is None and shutil.which("gcc") is None:
         pytest.skip("no C compiler")
     require_equal(differing(cases_of(name), backend), backend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", cpu_driver.LEVELS)
+def test_kernels_of_every_instruction_set_have_the_committed_bits(tmp_path: pathlib.Path, level: str) -> None:
+    """The C kernels in a program of their own, on Arm in an emulator."""
+    one = cpu_driver.LEVELS[level]
+    if reason := one.missing():
+        pytest.skip(reason)
+    program = cpu_driver.build(one, tmp_path, (), "-O0")
+    library = cpu_driver.DriverLibrary([*([one.emulator] if one.emulator else []), str(program)], dict(os.environ))
+    with cpu_driver.kernels_in(library):
+        for name in FILES:
+            require_equal(differing(cases_of(name), "cpu"), level)
+    assert library.calls > 200
 
 
 TRITON = {

@@ -244,6 +244,7 @@ def _attention_spans(x: Sequence[int]) -> dict[str, int]:
         "offset": _span((batch, key_heads, value_dim), vo, 4),
         "mask": mask if masked else 0,
         "out": _span((batch, heads, queries, value_dim), (*o, 1), 1 if int8_output else 4),
+        "scratch": 0,
     }
 
 
@@ -262,7 +263,7 @@ def _linear_spans(x: Sequence[int]) -> dict[str, int]:
     constants = dict.fromkeys(("bias", "multiplier", "activation_multiplier", "activation_offset"), 4 * outputs)
     activations = {"x": input_bytes * rows * inputs, "residual": 2 * rows * outputs, "out": item * rows * outputs}
     # weights are packed in the call
-    return {"weight": outputs * inputs, **constants, **activations, "packed": 0}
+    return {"weight": outputs * inputs, **constants, **activations, "packed": 0, "scratch": 0}
 
 
 def _norm_spans(x: Sequence[int]) -> dict[str, int]:

@@ -6,13 +6,17 @@ import os
 import pathlib
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
+import cpu_driver
 import qflash
+from allocations import COUNTER
+from qflash.kernels.cpu import launch
 from qflash.network import c_export
 from small_networks import KINDS, draw
 
@@ -78,7 +82,7 @@ def test_a_damaged_file_is_refused(made: Any, programs: dict[str, pathlib.Path])
     folder, whole = exported(made, programs)
     other = folder / "other.bin"
     for content, words in (
-        (b"", "no network"), (b"QFLASHC1", "no network"), (b"x" + whole[1:], "no network"), (whole[:-8], "damaged"),
+        (b"", "no network"), (b"QFLASHC2", "no network"), (b"x" + whole[1:], "no network"), (whole[:-8], "damaged"),
         (whole[: len(whole) // 2 // 8 * 8], "damaged"), (whole + bytes(8), "damaged"), (whole + b"\0", "damaged"),
     ):  # fmt: skip
         other.write_bytes(content)
@@ -94,7 +98,7 @@ def test_a_damaged_file_is_refused(made: Any, programs: dict[str, pathlib.Path])
 
 def resealed(words: Sequence[int]) -> bytes:
     """Return a file of words whose checksum is right."""
-    content = b"QFLASHC1" + c_export._words(*words)
+    content = b"QFLASHC2" + c_export._words(*words)
     return content + c_export._words(*[_signed(c_export._checksum(content))])
 
 
@@ -204,3 +208,107 @@ def test_a_file_in_memory_must_be_aligned(made: Any, tmp_path: pathlib.Path) -> 
     done = subprocess.run(["make", f"CC={COMPILER}", *SANITIZED], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert run(tmp_path).stdout == "the memory does not begin at a multiple of 64 bytes\nno error\n1\n"
+
+
+TWO_NETWORKS = """
+#include "qflash_network.h"
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef COUNTED
+long allocations(void);
+#else
+static long allocations(void) { return 0; }
+#endif
+typedef struct {
+    qflash_network *network;
+    const uint8_t *images;
+    int32_t wanted[4096];
+    int equal;
+} work;
+static size_t bytes_of(qflash_network *network) {
+    const qflash_tensor out = qflash_output(network, 0);
+    size_t bytes = sizeof(int32_t);
+    for (int64_t d = 0; d < out.dims; d++) bytes *= (size_t)out.shape[d];
+    return bytes;
+}
+static void *compute(void *given) {
+    work *x = given;
+    x->equal = 1;
+    for (int i = 0; i < 5; i++)
+        x->equal &= !qflash_compute(x->network, x->images)
+                    && !memcmp(qflash_output(x->network, 0).values, x->wanted, bytes_of(x->network));
+    return NULL;
+}
+int main(void) {
+    static work both[2];
+    for (int i = 0; i < 2; i++) {
+        if (qflash_open("network.bin", &both[i].network)) return 1;
+        const int64_t *shape = qflash_images(both[i].network);
+        const size_t bytes = (size_t)(shape[0] * shape[1] * shape[2] * shape[3]);
+        uint8_t *images = malloc(bytes);
+        for (size_t k = 0; k < bytes; k++) images[k] = (uint8_t)(k * (k >> 3) * (size_t)(7 + i));
+        both[i].images = images;
+        if (qflash_compute(both[i].network, images) || bytes_of(both[i].network) > sizeof both[i].wanted) return 1;
+        memcpy(both[i].wanted, qflash_output(both[i].network, 0).values, bytes_of(both[i].network));
+    }
+    if (!memcmp(both[0].wanted, both[1].wanted, bytes_of(both[0].network))) return 1;
+    const long before = allocations();
+    free(malloc(1 + (size_t)qflash_outputs(both[0].network)));
+    const long counted = allocations();
+    for (int i = 0; i < 2; i++) compute(&both[i]);
+    printf("%ld %ld\\n", counted - before, allocations() - counted);
+    pthread_t thread[2];
+    for (int i = 0; i < 2; i++)
+        if (pthread_create(&thread[i], NULL, compute, &both[i])) return 1;
+    for (int i = 0; i < 2; i++) pthread_join(thread[i], NULL);
+    printf("%d %d\\n", both[0].equal, both[1].equal);
+    for (int i = 0; i < 2; i++) {
+        qflash_close(both[i].network);
+        free((void *)both[i].images);
+    }
+    return 0;
+}
+"""
+"""Two networks of one file: allocations of a malloc and of ten runs, then both run at once."""
+
+
+def two_networks(folder: pathlib.Path, made: Any, monkeypatch: pytest.MonkeyPatch, kind: str, *options: str) -> str:
+    """Build and run that program, whose layers have one and three threads by turns; return what it printed."""
+    monkeypatch.setattr(launch, "threads_for", lambda work: 1 + work % 2 * 2)
+    monkeypatch.setattr(launch, "_SERIAL_WORK", 0)
+    made(kind)[1].export_c(folder)
+    (folder / "main.c").write_text(TWO_NETWORKS, encoding="utf-8")
+    (folder / "counter.c").write_text(COUNTER, encoding="utf-8")
+    done = subprocess.run(["make", *options], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    environment = os.environ | cpu_driver.SANITIZER_OPTIONS
+    done = subprocess.run([str(folder / "network")], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs glibc's names of its allocator")
+@pytest.mark.parametrize("kind", ["class token", pytest.param("swin", marks=pytest.mark.slow)])
+def test_runs_allocate_nothing_and_do_not_disturb_each_other(
+    made: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    flags = "CFLAGS=-O0 -march=native -ffp-contract=off -DCOUNTED counter.c"
+    assert two_networks(tmp_path, made, monkeypatch, kind, f"CC={COMPILER}", flags) == "1 0\n1 1\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("openmp", [False, True])
+def test_networks_that_run_at_once_have_no_race(
+    made: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, openmp: bool
+) -> None:
+    """With OpenMP by Clang, whose ThreadSanitizer knows it."""
+    if openmp:
+        monkeypatch.setenv("CC", "clang")
+    reason = cpu_driver.races_missing() if openmp else cpu_driver._cannot_run(cpu_driver.NOTHING, cpu_driver.RACES)
+    if reason:
+        pytest.skip(reason)
+    flags = f"CFLAGS=-O1 -march=native -ffp-contract=off {' '.join(cpu_driver.RACES)}"
+    options = ["CC=clang"] if openmp else [f"CC={COMPILER}", "OPENMP="]
+    assert two_networks(tmp_path, made, monkeypatch, "class token", *options, flags).endswith("1 1\n")

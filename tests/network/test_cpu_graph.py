@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -10,6 +15,7 @@ import pytest
 import torch
 
 import qflash
+from allocations import COUNTER
 from qflash.kernels.cpu import launch
 from qflash.network.modules import Linear
 from small_networks import KINDS, draw
@@ -143,3 +149,31 @@ def test_a_call_that_fails_raises(made: Any, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Linear, "forward", remembers)
     with pytest.raises(ValueError, match="head, of type Linear, has no C kernel"):
         network.graph(1)
+
+
+COUNT = """
+import ctypes, sys, torch, qflash
+from qflash.kernels.cpu.launch import load
+counter = ctypes.CDLL(sys.argv[1])
+for threads in (1, 2):
+    torch.set_num_threads(threads)
+    run = qflash.load_model(sys.argv[2]).graph(2)._runner
+    run._run(run._calls, ctypes.byref(run._count))
+    print(counter.allocations_of(load().qflash_run, run._calls, ctypes.byref(run._count)))
+print(counter.allocations_of(load().qflash_run, None, ctypes.byref(ctypes.c_int64(0))), counter.allocations() > 1000)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs glibc's names of its allocator")
+def test_a_run_allocates_nothing(made: Any, tmp_path: pathlib.Path) -> None:
+    """With one thread, and with two once OpenMP has them."""
+    compiler = shutil.which("cc") or pytest.skip("needs a C compiler")
+    source, library, network = tmp_path / "counter.c", tmp_path / "counter.so", tmp_path / "network.safetensors"
+    source.write_text(COUNTER, encoding="utf-8")
+    subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    made("class token")[1].save(network)
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT, str(library), str(network)], env=os.environ | {"LD_PRELOAD": str(library)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "0\n0\n0 True\n"), done.stderr

@@ -2,7 +2,7 @@
 
 The file ``network.bin``, in words of 64 bits, little-endian:
 
-* ``QFLASHC1``; bytes of the arena; where constants begin; place of the images in the arena, and their bytes; how many calls;
+* ``QFLASHC2``; bytes of the arena; where constants begin; place of the images in the arena, and their bytes; how many calls;
   how many outputs; (images, channels, height, width); 0
 * for each output: its name (64 bytes, ended by a zero), place in the arena, dimensions, four sizes, scale (float64), 0
 * for each call: number in :data:`FUNCTIONS`, how many pointers, how many integers; pointers as (0 constant, 1 arena or -1 NULL,
@@ -130,7 +130,7 @@ def _written(plan: Plan, images: torch.Tensor, scales: dict[str, float]) -> byte
         plan.arena_bytes, begin, plan.given, images.numel(), len(calls), len(outputs), *images.shape, 0
     )  # fmt: skip
     constants.extend(bytes(_aligned(len(constants)) - len(constants)))
-    whole = (b"QFLASHC1" + header + body).ljust(begin, b"\0") + bytes(constants)
+    whole = (b"QFLASHC2" + header + body).ljust(begin, b"\0") + bytes(constants)
     return whole + struct.pack("<Q", _checksum(whole))
 
 

@@ -194,6 +194,7 @@ typedef struct {
     const float *query_scale, *key_scale, *value_scale, *output_scale, *offset;
     const void *mask;
     void *out;
+    void *scratch; /* qflash_attention_scratch bytes from a whole line on, or NULL to allocate them in the call */
     int64_t batch, heads, key_heads, queries, keys, head_dim, value_dim;
     int64_t q[4], k[4], v[4]; /* strides, in elements; 0 where a size of 1 is broadcast */
     int64_t qs[3], ks[3];     /* batch, head, token */
@@ -568,22 +569,30 @@ static int64_t divide(const problem *x, workspace *w, char *memory) {
     return taken;
 }
 
-static int allocate(const problem *x, workspace *w, char **memory) {
-    /* zeroed: whole vectors are read, also lanes that were never written */
-    *memory = calloc(LINE + divide(x, w, NULL), 1);
-    if (!*memory) return 0;
-    divide(x, w, (char *)whole_lines((intptr_t)*memory));
-    w->head = w->out_head = -1;
-    return 1;
+/* Bytes of a thread's workspace */
+static int64_t workspace_bytes(const problem *x) {
+    workspace w;
+    return divide(x, &w, NULL);
 }
 
-/* Attention of the calling thread's tasks. Returns 0, or 1 when memory ran out, as do all functions that Python calls. */
-static int attend_share(const problem *x) {
+static void prepare(const problem *x, workspace *w, char *memory) {
+    /* whole vectors are read, also lanes that were never written */
+    memset(memory, 0, workspace_bytes(x));
+    divide(x, w, memory);
+    w->head = w->out_head = -1;
+}
+
+/* Bytes that a call needs for a moment. */
+int64_t qflash_attention_scratch(const problem *x) { return x->threads * workspace_bytes(x); }
+
+/* Attention of a thread's tasks. */
+static void attend_part(const void *given, worker me) {
+    const problem *x = given;
     const int64_t blocks = (x->queries + BLOCK - 1) / BLOCK, group = x->heads / x->key_heads;
-    const share mine = share_of(x->batch * x->heads * blocks);
+    const share mine = share_of(me, x->batch * x->heads * blocks);
     workspace w = {0};
-    char *memory;
-    if (!allocate(x, &w, &memory)) return 1;
+    char *memory = (char *)x->scratch + me.number * workspace_bytes(x);
+    prepare(x, &w, memory);
     begin_products();
     /* consecutive tasks share a head, whose keys and values are packed once */
     for (int64_t task = mine.begin; task < mine.end; task++) {
@@ -599,15 +608,20 @@ static int attend_share(const problem *x) {
         attend(x, &w, z, h, first, (int)at_most(BLOCK, x->queries - first));
     }
     end_products();
-    free(memory);
-    return 0;
+#ifdef __SANITIZE_ADDRESS__
+    __asan_unpoison_memory_region(memory, workspace_bytes(x)); /* for another call's arrays */
+#endif
 }
 
-int qflash_attention(const problem *x) {
-    int failed = 0;
-#pragma omp parallel num_threads(threads_of(x->threads)) reduction(| : failed)
-    failed = attend_share(x);
-    return failed;
+/* Returns 0, or 1 when memory ran out, as do all functions that Python calls. */
+int qflash_attention(const problem *given) {
+    problem x = *given;
+    char *memory = x.scratch ? NULL : malloc(LINE + qflash_attention_scratch(&x));
+    if (!x.scratch && !memory) return 1;
+    if (!x.scratch) x.scratch = (char *)whole_lines((intptr_t)memory);
+    on_threads(x.threads, attend_part, &x);
+    free(memory);
+    return 0;
 }
 
 /* qflash_attention of a problem like another one, with other addresses: for repeated calls. */
@@ -851,7 +865,7 @@ static int32_t heads_of(const conversion *a, int64_t begin, int64_t end, int fin
  * Returns 0, or 1 when memory ran out. */
 static int quantize_share(const conversion *a, int32_t *all) {
     const int64_t n = a->tokens, d = a->channels;
-    const share mine = share_of(a->batch * a->heads);
+    const share mine = share_of(this_worker(), a->batch * a->heads);
     float *x = malloc(sizeof(float) * n * d), *range = malloc(sizeof(float) * 5 * d);
     const int enough = x && range;
     if (a->granularity == PER_TENSOR) {
@@ -974,9 +988,12 @@ int qflash_float_attention(
 ) {
     conversion a[3] = {three[0], three[1], three[2]};
     problem x = *like;
-    char *memory = malloc(LINE + divide_quantised(a, NULL));
+    const int64_t quantised = divide_quantised(a, NULL);
+    char *memory = malloc(LINE + quantised + qflash_attention_scratch(&x));
     if (!memory) return 1;
-    divide_quantised(a, (char *)whole_lines((intptr_t)memory));
+    char *from = (char *)whole_lines((intptr_t)memory);
+    divide_quantised(a, from);
+    x.scratch = from + quantised;
     x.offset = a[2].center == ZERO_POINT ? a[2].offset : NULL;
     a[0].x = query, a[1].x = key, a[2].x = value;
     x.query = a[0].values, x.key = a[1].values, x.value = a[2].values;
@@ -988,7 +1005,7 @@ int qflash_float_attention(
     {
         for (int i = 0; i < 3; i++) failed |= quantize_share(&a[i], &all[i]);
 #pragma omp barrier
-        failed |= attend_share(&x);
+        attend_part(&x, this_worker());
     }
     free(memory);
     return failed;
@@ -1053,7 +1070,7 @@ int qflash_varlen_attention(const conversion *three, const problem *like, const 
         for (int find = 1; find >= 0; find--) {
             for (int t = 0; enough && t < 3; t++) {
                 const int64_t *begin = t ? where->cu_k : where->cu_q;
-                const share mine = share_of(sequences * all[t].heads);
+                const share mine = share_of(this_worker(), sequences * all[t].heads);
                 if (find && all[t].granularity != PER_TENSOR) continue;
                 for (int64_t task = mine.begin; task < mine.end; task++) {
                     const int64_t i = task / all[t].heads, head = task % all[t].heads;
@@ -1071,14 +1088,15 @@ int qflash_varlen_attention(const conversion *three, const problem *like, const 
         free(range);
         free(x);
         workspace w = {0};
-        char *room = NULL;
-        const int allocated = allocate(like, &w, &room);
+        char *room = malloc(LINE + workspace_bytes(like));
+        const int allocated = room != NULL;
         failed |= !allocated;
+        if (allocated) prepare(like, &w, (char *)whole_lines((intptr_t)room));
         int64_t tasks = 0;
         const int64_t group = like->heads / like->key_heads;
         for (int64_t i = 0; i < sequences; i++)
             tasks += like->heads * ((where->cu_q[i + 1] - where->cu_q[i] + BLOCK - 1) / BLOCK);
-        const share mine = share_of(tasks);
+        const share mine = share_of(this_worker(), tasks);
         int64_t before = 0;
         begin_products();
         for (int64_t i = 0; allocated && i < sequences && before < mine.end; i++) {

@@ -43,7 +43,7 @@ _HEADERS = ("products.h",)
 _FUNCTIONS = {
     "attention": 1, "attention_at": 11, "quantize": 1, "bias": 3, "seen": 3, "float_attention": 7, "varlen_attention": 4,
     "linear": 1, "layer_norm": 1, "pack": 1, "packed_bytes": 1, "mean": 1, "patches": 1, "move_rows": 1, "gated": 1,
-    "rotary": 1, "narrow": 1, "run": 2,
+    "rotary": 1, "narrow": 1, "run": 2, "linear_scratch": 1, "attention_scratch": 1,
 }  # fmt: skip
 """Functions of the library, and how many addresses each takes."""
 # no contraction: a product that is rounded in the reference is rounded
@@ -169,7 +169,8 @@ def _open(path: pathlib.Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     for function, arguments in _FUNCTIONS.items():
         getattr(library, f"qflash_{function}").argtypes = [ctypes.c_void_p] * arguments
-    library.qflash_packed_bytes.restype = ctypes.c_int64
+    for name in ("packed_bytes", "linear_scratch", "attention_scratch"):
+        getattr(library, f"qflash_{name}").restype = ctypes.c_int64
     return library
 
 
@@ -274,7 +275,7 @@ def run_call(
 
 
 _POINTERS = ("q", "k", "v", "qs", "ks", "vs", "os", "offset", "mask", "out")
-_Attention = arguments_type(_POINTERS, 61)
+_Attention = arguments_type((*_POINTERS, "scratch"), 61)
 _Quantize = arguments_type(("x", "values", "scale", "offset"), 11)
 _AS_IS, _MIDRANGE, _ZERO_POINT, _GIVEN = range(4)
 """What a channel is quantised less: nothing, its midrange, a zero point, which comes out as an offset, or a given number, whose
@@ -388,7 +389,7 @@ def _attention_arguments(call: AttentionCall, out: torch.Tensor) -> tuple[tuple[
     assert scales is not None and scales.query is not None
     given = scales.value if scales.output is None else scales.output
     offset = scales.offset
-    tensors = query, key, value, scales.query, scales.key, scales.value, given, offset, mask, out
+    tensors = query, key, value, scales.query, scales.key, scales.value, given, offset, mask, out, None
     start, up, down = fp.probability_constants(recipe.exponential, recipe.probability_bits)
     integers = (
         call.batch, call.heads, key.shape[1], call.queries, call.keys, call.head_dim, call.value_dim,
@@ -487,7 +488,7 @@ def _prepare_int8(call: AttentionCall, out: torch.Tensor) -> Callable[..., torch
         out = torch.empty_strided(shape, strides, dtype=stored_dtype, device="cpu")
         given = [tensors[index] for index in order]
         if _calls.get() is not None:
-            run_call("attention", _Attention, (*given, out), template.integers, _PACKED)
+            run_call("attention", _Attention, (*given, out, None), template.integers, _PACKED)
             return out.to(dtype)
         addresses = [0 if x is None else x.data_ptr() for x in given]
         check_memory(attend(like, *addresses, out.data_ptr()), _PACKED)

@@ -117,6 +117,7 @@ typedef struct {
     const int32_t *activation_multiplier, *activation_offset; /* (outputs), or NULL without one */
     void *out;                         /* (rows, outputs) */
     void *packed;                      /* what qflash_pack made of the weights, or NULL to do so in the call */
+    void *scratch;                     /* qflash_linear_scratch bytes from a whole line on, or NULL to allocate them in the call */
     int64_t rows, inputs, outputs, left, bytes; /* bytes of an output */
     int64_t activation_shift, threads, input_bytes, activation; /* the last: 0 or one of the enum */
 } linear;
@@ -290,30 +291,27 @@ static void multiply_rows(
 }
 
 /* A layer of int16 inputs, of which a network has one for each of its outputs: plain sums, an output at a time. */
-static int wide_linear(const linear *x) {
-#pragma omp parallel num_threads(threads_of(x->threads))
-    {
-        const int64_t inputs = x->inputs;
-        const share rows = share_of(x->rows);
-        int32_t sums[WIDTH] = {0};
-        channels by;
-        for (int64_t start = 0; start < x->outputs; start += WIDTH) {
-            const int64_t n = at_most(WIDTH, x->outputs - start);
-            copy_channels(by.bias, x->bias, start, n);
-            copy_channels(by.multiplier, x->multiplier, start, n);
-            for (int64_t row = rows.begin; row < rows.end; row++) {
-                const int16_t *from = (const int16_t *)x->x + row * inputs;
-                for (int64_t j = 0; j < n; j++) {
-                    const int8_t *weight = x->weight + (start + j) * inputs;
-                    uint32_t sum = 0;
-                    for (int64_t k = 0; k < inputs; k++) sum += (uint32_t)(from[k] * weight[k]);
-                    sums[j] = (int32_t)sum;
-                }
-                finish(x, &by, sums, row, 1, start);
+static void wide_part(const void *given, worker me) {
+    const linear *x = given;
+    const int64_t inputs = x->inputs;
+    const share rows = share_of(me, x->rows);
+    int32_t sums[WIDTH] = {0};
+    channels by;
+    for (int64_t start = 0; start < x->outputs; start += WIDTH) {
+        const int64_t n = at_most(WIDTH, x->outputs - start);
+        copy_channels(by.bias, x->bias, start, n);
+        copy_channels(by.multiplier, x->multiplier, start, n);
+        for (int64_t row = rows.begin; row < rows.end; row++) {
+            const int16_t *from = (const int16_t *)x->x + row * inputs;
+            for (int64_t j = 0; j < n; j++) {
+                const int8_t *weight = x->weight + (start + j) * inputs;
+                uint32_t sum = 0;
+                for (int64_t k = 0; k < inputs; k++) sum += (uint32_t)(from[k] * weight[k]);
+                sums[j] = (int32_t)sum;
             }
+            finish(x, &by, sums, row, 1, start);
         }
     }
-    return 0;
 }
 
 /* Packed weights: what sums of each output start from, then the panels. */
@@ -325,56 +323,73 @@ int64_t qflash_packed_bytes(const linear *x) {
     return begin_bytes(x) + (int64_t)sizeof(right_operand) * panels_of(x) * WIDTH * grouped(x->inputs);
 }
 
-static void pack_panels(const linear *x, share panels, char *memory) {
-    int32_t *begin = (int32_t *)memory;
-    right_operand *packed = (right_operand *)(memory + begin_bytes(x));
+static void pack_part(const void *given, worker me) {
+    const linear *x = given;
+    int32_t *begin = (int32_t *)x->packed;
+    right_operand *packed = (right_operand *)((char *)x->packed + begin_bytes(x));
+    const share panels = share_of(me, panels_of(x));
     for (int64_t panel = panels.begin; panel < panels.end; panel++)
         pack_panel(x, panel * WIDTH, packed + panel * WIDTH * grouped(x->inputs), begin + panel * WIDTH);
 }
 
 /* Packs the weights of a layer whose `packed` is not NULL there, for all its later calls. */
 int qflash_pack(const linear *x) {
-    const share all = {0, panels_of(x)};
-    pack_panels(x, all, x->packed);
+    pack_part(x, (worker){0, 1});
     return 0;
 }
 
-/* Returns 0, or 1 when memory ran out, as do all functions that Python calls. */
-int qflash_linear(const linear *x) {
-    if (x->input_bytes == 2) return wide_linear(x);
-    const int64_t depth = grouped(x->inputs), panels = panels_of(x);
-    const int64_t line = depth * (int64_t)sizeof(left_operand), most = (BLOCK_BYTES / line / TILE_ROWS + 1) * TILE_ROWS;
-    char *memory = x->packed ? NULL : malloc(LINE + qflash_packed_bytes(x));
-    if (!x->packed && !memory) return 1;
-    char *weights = x->packed ? x->packed : (char *)whole_lines((intptr_t)memory);
-    const int32_t *begin = (const int32_t *)weights;
-    const right_operand *packed = (const right_operand *)(weights + begin_bytes(x));
-    int failed = 0;
-#pragma omp parallel num_threads(threads_of(x->threads)) reduction(| : failed)
-    {
-        char *room = malloc(line * at_most(most, x->rows + TILE_ROWS) + 2 * LINE);
-        left_operand *a = room ? (left_operand *)whole_lines((intptr_t)room) : NULL;
-        share part = share_of(panels), all_rows = {0, x->rows}, all_panels = {0, panels};
-        if (!x->packed) {
-            pack_panels(x, part, weights);
-#pragma omp barrier
-        }
-        /* whole tiles of rows, unless there are more threads than these */
-        const int64_t tiles = (x->rows + TILE_ROWS - 1) / TILE_ROWS;
-        failed = !a;
-        begin_products();
-        if (a && tiles >= 8 * x->threads) {
-            part = share_of(tiles);
-            share rows = {part.begin * TILE_ROWS, at_most(part.end * TILE_ROWS, x->rows)};
-            multiply_rows(x, packed, begin, rows, all_panels, a, most);
-        } else if (a) {
-            multiply_rows(x, packed, begin, all_rows, part, a, most);
-        }
-        end_products();
-        free(room);
+/* Rows whose operands a thread has at a time, and what they take */
+INLINE int64_t rows_at_once(const linear *x) {
+    const int64_t line = grouped(x->inputs) * (int64_t)sizeof(left_operand);
+    return (BLOCK_BYTES / line / TILE_ROWS + 1) * TILE_ROWS;
+}
+
+INLINE int64_t room_of(const linear *x) {
+    const int64_t line = grouped(x->inputs) * (int64_t)sizeof(left_operand);
+    return whole_lines(line * at_most(rows_at_once(x), x->rows + TILE_ROWS) + LINE);
+}
+
+/* Bytes that a call needs for a moment. */
+int64_t qflash_linear_scratch(const linear *x) { return x->input_bytes == 2 ? 0 : x->threads * room_of(x); }
+
+static void linear_part(const void *given, worker me) {
+    const linear *x = given;
+    const int32_t *begin = x->packed;
+    const right_operand *packed = (const right_operand *)((const char *)x->packed + begin_bytes(x));
+    left_operand *a = (left_operand *)((char *)x->scratch + me.number * room_of(x));
+    /* whole tiles of rows, unless there are more threads than these */
+    const int64_t tiles = (x->rows + TILE_ROWS - 1) / TILE_ROWS;
+    share rows = {0, x->rows}, panels = {0, panels_of(x)};
+    begin_products();
+    if (tiles >= 8 * x->threads) {
+        const share part = share_of(me, tiles);
+        rows = (share){part.begin * TILE_ROWS, at_most(part.end * TILE_ROWS, x->rows)};
+    } else {
+        panels = share_of(me, panels.end);
     }
+    multiply_rows(x, packed, begin, rows, panels, a, rows_at_once(x));
+    end_products();
+}
+
+/* Returns 0, or 1 when memory ran out, as do all functions that Python calls. */
+int qflash_linear(const linear *given) {
+    linear x = *given;
+    if (x.input_bytes == 2) {
+        on_threads(x.threads, wide_part, &x);
+        return 0;
+    }
+    const int64_t packed = x.packed ? 0 : whole_lines(qflash_packed_bytes(&x)), room = x.scratch ? 0 : qflash_linear_scratch(&x);
+    char *memory = packed + room ? malloc(LINE + packed + room) : NULL;
+    if (packed + room && !memory) return 1;
+    char *from = (char *)whole_lines((intptr_t)memory);
+    if (!x.scratch) x.scratch = from + packed;
+    if (!x.packed) {
+        x.packed = from;
+        on_threads(x.threads, pack_part, &x);
+    }
+    on_threads(x.threads, linear_part, &x);
     free(memory);
-    return failed;
+    return 0;
 }
 
 /* --- layer normalisation ---------------------------------------------------------------------------------- */
@@ -426,17 +441,19 @@ INLINE void normalise_row(const normalisation *x, const int64_t bytes, const int
     }
 }
 
-int qflash_layer_norm(const normalisation *x) {
-#pragma omp parallel num_threads(threads_of(x->threads))
-    {
-        const share rows = share_of(x->rows);
-        for (int64_t row = rows.begin; row < rows.end; row++) {
-            if (x->residual) normalise_row(x, 2, 1, row);
-            else if (x->bytes == 1) normalise_row(x, 1, 0, row);
-            else if (x->bytes == 2) normalise_row(x, 2, 0, row);
-            else normalise_row(x, 4, 0, row);
-        }
+static void layer_norm_part(const void *given, worker me) {
+    const normalisation *x = given;
+    const share rows = share_of(me, x->rows);
+    for (int64_t row = rows.begin; row < rows.end; row++) {
+        if (x->residual) normalise_row(x, 2, 1, row);
+        else if (x->bytes == 1) normalise_row(x, 1, 0, row);
+        else if (x->bytes == 2) normalise_row(x, 2, 0, row);
+        else normalise_row(x, 4, 0, row);
     }
+}
+
+int qflash_layer_norm(const normalisation *x) {
+    on_threads(x->threads, layer_norm_part, x);
     return 0;
 }
 
@@ -459,16 +476,18 @@ INLINE void narrow_row(const narrowing *x, const int64_t bytes, int64_t row) {
     }
 }
 
-int qflash_narrow(const narrowing *x) {
-#pragma omp parallel num_threads(threads_of(x->threads))
-    {
-        const share rows = share_of(x->rows);
-        for (int64_t row = rows.begin; row < rows.end; row++) {
-            if (x->bytes == 1) narrow_row(x, 1, row);
-            else if (x->bytes == 2) narrow_row(x, 2, row);
-            else narrow_row(x, 4, row);
-        }
+static void narrow_part(const void *given, worker me) {
+    const narrowing *x = given;
+    const share rows = share_of(me, x->rows);
+    for (int64_t row = rows.begin; row < rows.end; row++) {
+        if (x->bytes == 1) narrow_row(x, 1, row);
+        else if (x->bytes == 2) narrow_row(x, 2, row);
+        else narrow_row(x, 4, row);
     }
+}
+
+int qflash_narrow(const narrowing *x) {
+    on_threads(x->threads, narrow_part, x);
     return 0;
 }
 
@@ -502,14 +521,16 @@ INLINE void gate_rows(const gating *x, const int64_t bytes, share rows) {
     }
 }
 
+static void gated_part(const void *given, worker me) {
+    const gating *x = given;
+    const share rows = share_of(me, x->rows);
+    if (x->bytes == 1) gate_rows(x, 1, rows);
+    else if (x->bytes == 2) gate_rows(x, 2, rows);
+    else gate_rows(x, 4, rows);
+}
+
 int qflash_gated(const gating *x) {
-#pragma omp parallel num_threads(threads_of(x->threads))
-    {
-        const share rows = share_of(x->rows);
-        if (x->bytes == 1) gate_rows(x, 1, rows);
-        else if (x->bytes == 2) gate_rows(x, 2, rows);
-        else gate_rows(x, 4, rows);
-    }
+    on_threads(x->threads, gated_part, x);
     return 0;
 }
 
@@ -541,16 +562,18 @@ INLINE void turn_row(const rotation *x, const int64_t bytes, int64_t row) {
     }
 }
 
-int qflash_rotary(const rotation *x) {
-#pragma omp parallel num_threads(threads_of(x->threads))
-    {
-        const share rows = share_of(x->rows);
-        for (int64_t row = rows.begin; row < rows.end; row++) {
-            if (x->bytes == 1) turn_row(x, 1, row);
-            else if (x->bytes == 2) turn_row(x, 2, row);
-            else turn_row(x, 4, row);
-        }
+static void rotary_part(const void *given, worker me) {
+    const rotation *x = given;
+    const share rows = share_of(me, x->rows);
+    for (int64_t row = rows.begin; row < rows.end; row++) {
+        if (x->bytes == 1) turn_row(x, 1, row);
+        else if (x->bytes == 2) turn_row(x, 2, row);
+        else turn_row(x, 4, row);
     }
+}
+
+int qflash_rotary(const rotation *x) {
+    on_threads(x->threads, rotary_part, x);
     return 0;
 }
 
@@ -583,11 +606,11 @@ typedef struct {
     int64_t images, channels, height, width, high, wide, threads;
 } image_patches;
 
-/* layers.patches: less 128, which is another top bit */
-int qflash_patches(const image_patches *x) {
-    const int64_t down = x->height / x->high, across = x->width / x->wide, rows = x->images * x->channels * down;
-#pragma omp parallel for num_threads(threads_of(x->threads))
-    for (int64_t i = 0; i < rows; i++) {
+static void patches_part(const void *given, worker me) {
+    const image_patches *x = given;
+    const int64_t down = x->height / x->high, across = x->width / x->wide;
+    const share mine = share_of(me, x->images * x->channels * down);
+    for (int64_t i = mine.begin; i < mine.end; i++) {
         const int64_t image = i / (x->channels * down), channel = i / down % x->channels, row = i % down;
         const uint8_t *from = x->x + ((image * x->channels + channel) * x->height + row * x->high) * x->width;
         for (int64_t column = 0; column < across; column++)
@@ -597,6 +620,11 @@ int qflash_patches(const image_patches *x) {
                 for (int64_t k = 0; k < x->wide; k++) to[k] = from[y * x->width + column * x->wide + k] ^ 128;
             }
     }
+}
+
+/* layers.patches: less 128, which is another top bit */
+int qflash_patches(const image_patches *x) {
+    on_threads(x->threads, patches_part, x);
     return 0;
 }
 
@@ -607,15 +635,20 @@ typedef struct {
     int64_t images, rows, bytes, x_image, x_row, out_image, out_row, threads; /* strides in bytes */
 } rows_moved;
 
+static void move_part(const void *given, worker me) {
+    const rows_moved *x = given;
+    const share mine = share_of(me, x->images * x->rows);
+    int64_t image = mine.begin / x->rows, i = mine.begin % x->rows;
+    for (int64_t row = mine.begin; row < mine.end; row++) {
+        const char *from = x->x + image * x->x_image + (x->index ? x->index[i] : i) * x->x_row;
+        memcpy(x->out + image * x->out_image + i * x->out_row, from, (size_t)x->bytes);
+        if (++i == x->rows) i = 0, image++;
+    }
+}
+
 /* Copies row index[i] of each image to row i. */
 int qflash_move_rows(const rows_moved *x) {
-#pragma omp parallel for num_threads(threads_of(x->threads))
-    for (int64_t image = 0; image < x->images; image++) {
-        const char *from = x->x + image * x->x_image;
-        char *to = x->out + image * x->out_image;
-        for (int64_t i = 0; i < x->rows; i++)
-            memcpy(to + i * x->out_row, from + (x->index ? x->index[i] : i) * x->x_row, x->bytes);
-    }
+    on_threads(x->threads, move_part, x);
     return 0;
 }
 

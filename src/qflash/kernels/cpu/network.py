@@ -13,7 +13,8 @@ from ...specification.layers import ACTIVATIONS, Activation, LinearIntegers, row
 from . import launch
 
 LINEAR = launch.arguments_type(
-    ("x", "weight", "bias", "multiplier", "residual", "activation_multiplier", "activation_offset", "out", "packed"), 9
+    ("x", "weight", "bias", "multiplier", "residual", "activation_multiplier", "activation_offset", "out", "packed", "scratch"),
+    9,
 )
 _Gated = launch.arguments_type(("x", "multiplier", "offset", "out"), 6)
 _Rotary = launch.arguments_type(("x", "turns", "offset", "multiplier", "out"), 7)
@@ -104,7 +105,7 @@ def launch_linear(
     x, weight, bias, multiplier = contiguous(x), weight.contiguous(), bias.contiguous(), multiplier.contiguous()
     residual = None if residual is None else contiguous(residual)
     factors = (None, None) if activation is None else (activation.multiplier.contiguous(), activation.offset.contiguous())
-    tensors = (x, weight, bias, multiplier, residual, *factors, out, None)
+    tensors = (x, weight, bias, multiplier, residual, *factors, out, None, None)
     rows = out.numel() // outputs
     integers = (
         rows, inputs, outputs, left, out.element_size(), 0 if activation is None else activation.shift,

@@ -124,7 +124,8 @@ class Plan:
 class Runner:
     """Runs a plan. Calls of one runner wait for each other; those of several do not.
 
-    Weights of linear layers are packed once.
+    Weights of linear layers are packed once, and all memory that calls need is reserved: C allocates none in a run, once OpenMP
+    has its threads.
     """
 
     def __init__(self, plan: Plan, given: torch.Tensor) -> None:
@@ -145,6 +146,7 @@ class Runner:
         self._outputs = {name: self._view(place, like) for name, (place, like) in plan.outputs.items()}
         packed: dict[tuple[int, ...], int] = {}
         self._arguments = []
+        scratch = 0
         for call, pointers in zip(plan.calls, plan.pointers, strict=True):
             own = type(call.arguments).from_buffer_copy(call.arguments)
             for name, pointer in zip(call.pointers, pointers, strict=True):
@@ -156,7 +158,13 @@ class Runner:
                     own.packed = packed[key]
                     library.qflash_pack(ctypes.byref(own))
                 own.packed = packed[key]
+            if hasattr(own, "scratch"):
+                scratch = max(scratch, getattr(library, f"qflash_{call.function}_scratch")(ctypes.byref(own)))
             self._arguments.append(own)
+        for_all = self._memory(scratch).data_ptr()
+        for own in self._arguments:
+            if hasattr(own, "scratch"):
+                own.scratch = for_all
         self._calls = (_Run * len(self._arguments))()
         for run, call, own in zip(self._calls, plan.calls, self._arguments, strict=True):
             run.function = ctypes.cast(getattr(library, f"qflash_{call.function}"), ctypes.c_void_p).value

@@ -457,16 +457,39 @@ __attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL
 /* Threads of a parallel region for which Python wants some. */
 INLINE int threads_of(int64_t wanted) { return is_forked ? 1 : (int)wanted; }
 
-/* The calling thread's part of the tasks: [begin, end). */
+/* A thread of those that share work, and how many they are. */
+typedef struct {
+    int64_t number, count;
+} worker;
+
+/* The calling thread of the innermost parallel region. */
+INLINE worker this_worker(void) {
+#ifdef _OPENMP
+    return (worker){omp_get_thread_num(), omp_get_num_threads()};
+#else
+    return (worker){0, 1};
+#endif
+}
+
+/* Runs `part` on `wanted` threads. One thread stays outside of OpenMP, which would allocate memory for a team of one. */
+INLINE void on_threads(int64_t wanted, void (*part)(const void *, worker), const void *x) {
+#ifdef _OPENMP
+    const int threads = threads_of(wanted);
+    if (threads > 1) {
+#pragma omp parallel num_threads(threads)
+        part(x, this_worker());
+        return;
+    }
+#endif
+    (void)wanted;
+    part(x, (worker){0, 1});
+}
+
+/* A thread's part of the tasks: [begin, end). */
 typedef struct {
     int64_t begin, end;
 } share;
 
-INLINE share share_of(int64_t tasks) {
-#ifdef _OPENMP
-    const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-#else
-    const int64_t thread = 0, threads = 1;
-#endif
-    return (share){tasks * thread / threads, tasks * (thread + 1) / threads};
+INLINE share share_of(worker me, int64_t tasks) {
+    return (share){tasks * me.number / me.count, tasks * (me.number + 1) / me.count};
 }

@@ -21,9 +21,11 @@ static int path(void) {
     type name(const void *x) { return path() == I8MM ? name##_i8mm(x) : path() == DOT ? name##_dot(x) : name##_plain(x); }
 
 KERNEL(int, qflash_attention)
+KERNEL(int64_t, qflash_attention_scratch)
 KERNEL(int, qflash_gated)
 KERNEL(int, qflash_layer_norm)
 KERNEL(int, qflash_linear)
+KERNEL(int64_t, qflash_linear_scratch)
 KERNEL(int, qflash_mean)
 KERNEL(int, qflash_move_rows)
 KERNEL(int, qflash_narrow)

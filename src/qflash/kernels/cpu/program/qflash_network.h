@@ -28,7 +28,7 @@ enum { QFLASH_OK, QFLASH_NO_MEMORY, QFLASH_NO_FILE, QFLASH_NO_NETWORK, QFLASH_DA
 
 const char *qflash_message(int failed);
 
-/* Reads a file, packs weights for this CPU and reserves all memory but what layers need for a moment. */
+/* Reads a file, packs weights for this CPU and reserves all memory that qflash_compute needs. */
 int qflash_open(const char *path, qflash_network **network);
 
 /* The same of a file that is in memory, at a multiple of 64 bytes. It is used where it is, until qflash_close. */
@@ -39,7 +39,7 @@ void qflash_close(qflash_network *network);
 /* (images, channels, height, width), for which the network was exported. */
 const int64_t *qflash_images(const qflash_network *network);
 
-/* Runs the network on uint8 pixels of that shape. */
+/* Runs the network on uint8 pixels of that shape. It allocates no memory, but what OpenMP does for the threads of a first call. */
 int qflash_compute(qflash_network *network, const uint8_t *images);
 
 int64_t qflash_outputs(const qflash_network *network);

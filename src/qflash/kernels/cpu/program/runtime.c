@@ -5,13 +5,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define MAGIC "QFLASHC1"
+#define MAGIC "QFLASHC2"
 #define LINE 64           /* arrays begin at multiples of it */
 #define MOST_WORDS 128    /* of a call */
 #define HEADER_WORDS 11
 #define NAME_BYTES 64
 #define OUTPUT_WORDS 8
-#define LINEAR_POINTERS 9 /* of which the last is that of packed weights */
+#define LINEAR_POINTERS 10    /* of which the last two are those of packed weights and of scratch memory */
+#define ATTENTION_POINTERS 11 /* of which the last is that of scratch memory */
 #define INPUT_BYTES 7     /* integer of a linear layer: 1 for int8 inputs */
 
 int qflash_linear(const void *);
@@ -25,13 +26,15 @@ int qflash_rotary(const void *);
 int qflash_narrow(const void *);
 int qflash_pack(const void *);
 int64_t qflash_packed_bytes(const void *);
+int64_t qflash_linear_scratch(const void *);
+int64_t qflash_attention_scratch(const void *);
 
 /* In the order of FUNCTIONS of network/c_export.py. */
 static int (*const functions[])(const void *) = {
     qflash_linear, qflash_layer_norm, qflash_attention, qflash_mean, qflash_patches, qflash_move_rows, qflash_gated,
     qflash_rotary, qflash_narrow,
 };
-enum { LINEAR, FUNCTIONS = sizeof functions / sizeof *functions };
+enum { LINEAR, ATTENTION = 2, FUNCTIONS = sizeof functions / sizeof *functions };
 
 typedef struct {
     int (*function)(const void *);
@@ -39,7 +42,7 @@ typedef struct {
 } call;
 
 struct qflash_network {
-    char *file, *arena, *weights, *given;
+    char *file, *arena, *weights, *scratch, *given;
     int64_t images[4], bytes, calls, outputs;
     call *call;
     qflash_tensor *output;
@@ -94,7 +97,7 @@ static const int64_t *next_words(const int64_t **at, const int64_t *end, int64_t
 /* Reads the calls; pointers are (region, place): 0 a constant, 1 the arena, -1 NULL. */
 static int read_calls(
     qflash_network *x, const int64_t **at, const int64_t *end, const char *constants, int64_t constant_bytes, int64_t arena_bytes,
-    int64_t *numbers, int64_t *pointer_counts
+    int64_t *numbers, int64_t *pointer_words
 ) {
     for (int64_t i = 0; i < x->calls; i++) {
         const int64_t *head = next_words(at, end, 3);
@@ -103,6 +106,7 @@ static int read_calls(
         const int64_t room = (head[1] * (int64_t)sizeof(void *) + 7) / 8 + head[2];
         if (!pointers || !integers || room > MOST_WORDS) return QFLASH_DAMAGED;
         if (head[0] == LINEAR && (head[1] != LINEAR_POINTERS || head[2] <= INPUT_BYTES)) return QFLASH_DAMAGED;
+        if (head[0] == ATTENTION && head[1] != ATTENTION_POINTERS) return QFLASH_DAMAGED;
         char *to = (char *)x->call[i].words;
         for (int64_t p = 0; p < head[1]; p++) {
             const int64_t region = pointers[2 * p], place = pointers[2 * p + 1];
@@ -114,7 +118,7 @@ static int read_calls(
         memcpy(to + (room - head[2]) * 8, integers, (size_t)head[2] * 8);
         x->call[i].function = functions[head[0]];
         numbers[i] = head[0];
-        pointer_counts[i] = room - head[2];
+        pointer_words[i] = room - head[2];
     }
     return QFLASH_OK;
 }
@@ -140,10 +144,26 @@ static int pack_weights(qflash_network *x, const int64_t *numbers, const int64_t
                 last = to;
                 to += bytes;
             }
-            pointers[LINEAR_POINTERS - 1] = last;
+            pointers[LINEAR_POINTERS - 2] = last;
             if (!same) qflash_pack(x->call[i].words);
         }
     }
+    return QFLASH_OK;
+}
+
+/* Reserves what calls need for a moment, for one at a time; its place is the last pointer of those that need any. */
+static int reserve_scratch(qflash_network *x, const int64_t *numbers) {
+    int64_t most = 0;
+    for (int64_t i = 0; i < x->calls; i++) {
+        const int64_t bytes = numbers[i] == LINEAR      ? qflash_linear_scratch(x->call[i].words)
+                              : numbers[i] == ATTENTION ? qflash_attention_scratch(x->call[i].words)
+                                                        : 0;
+        most = bytes > most ? bytes : most;
+    }
+    if (!(x->scratch = malloc((size_t)(most + LINE)))) return QFLASH_NO_MEMORY;
+    for (int64_t i = 0; i < x->calls; i++)
+        if (numbers[i] == LINEAR || numbers[i] == ATTENTION)
+            ((char **)x->call[i].words)[(numbers[i] == LINEAR ? LINEAR_POINTERS : ATTENTION_POINTERS) - 1] = aligned(x->scratch);
     return QFLASH_OK;
 }
 
@@ -189,6 +209,7 @@ static int parse(qflash_network *x, const char *begin, int64_t bytes) {
     }
     if (!failed) failed = read_calls(x, &at, end, begin + constant_place, constant_bytes, arena_bytes, numbers, numbers + x->calls);
     if (!failed) failed = pack_weights(x, numbers, numbers + x->calls);
+    if (!failed) failed = reserve_scratch(x, numbers);
     free(numbers);
     x->arena = unaligned;
     return failed;
@@ -221,6 +242,7 @@ void qflash_close(qflash_network *x) {
     free(x->file);
     free(x->arena);
     free(x->weights);
+    free(x->scratch);
     free(x->call);
     free(x->output);
     free(x);

@@ -92,9 +92,9 @@ def test_no_row_is_kept_for_minima_and_maxima() -> None:
     assert len(pickle.dumps(observer)) < 300 * 8 * 4 + 5000
 
 
-@pytest.mark.parametrize(("rows", "together"), [(300, 1), (256, 1), (100, 3), (7, 37)])
+@pytest.mark.parametrize(("rows", "together"), [(300, 1), (128, 1), (50, 3), (7, 19)])
 def test_a_further_image_is_expected_near_the_others(rows: int, together: int) -> None:
-    """Images of few rows are taken together until there are 256; what is left over at the end does not count."""
+    """Images of few rows are taken together until there are 128; what is left over at the end does not count."""
     few = 8 * together - 1
     observer, generator = Observer(keep=False), torch.Generator().manual_seed(3)
     images = torch.randn(310, rows, 6, generator=generator) * torch.tensor([1, 2, 3, 1e-3, 1e3, 0.0]) + 5

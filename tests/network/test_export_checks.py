@@ -70,6 +70,8 @@ def test_wrong_arguments_are_named(tmp_path: pathlib.Path) -> None:
     for batch in (0, -1):
         with pytest.raises(ValueError, match=f"batch must be at least 1, got {batch}"):
             network.export_tosa(path, batch=batch)
+    with pytest.raises(TypeError, match="int16 must be True or False, got 1"):
+        network.export_tosa(path, int16=1)  # type: ignore[arg-type]
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import os
 import pathlib
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 import torch
 
 from qflash.backends import find_backend
+from qflash.network import storage
 from small_networks import draw
 
 onnx = pytest.importorskip("onnx")
@@ -78,6 +81,35 @@ def c_program(network: Any, images: torch.Tensor, folder: pathlib.Path) -> torch
     (folder / "images.raw").write_bytes(images.numpy().tobytes())
     done = subprocess.run([folder / "network", "images.raw"], cwd=folder, capture_output=True, text=True, check=True)
     return torch.tensor([[int(x) for x in line.split(" ")[1:]] for line in done.stdout.splitlines()])
+
+
+GOLDEN = pathlib.Path(__file__).resolve().parents[2] / "golden"
+
+
+def of_golden_model(in_c: bool) -> Callable[[Any, torch.Tensor, pathlib.Path], torch.Tensor]:
+    """Return what runs a network in the checker of the golden vectors, its operators in NumPy or in ``golden/reference.c``."""
+
+    def run(network: Any, images: torch.Tensor, folder: pathlib.Path) -> torch.Tensor:
+        if not GOLDEN.is_dir() or (in_c and shutil.which(os.environ.get("CC", "cc")) is None):
+            pytest.skip("needs the repository's golden model, and a C compiler for reference.c")
+        header = storage.network_header(network)
+        tensors = {name: x.numpy() for name, x in storage.network_tensors(network).items()}
+        sys.path.insert(0, str(GOLDEN))
+        try:
+            model = importlib.import_module("check_reference")
+            if in_c:
+                model.put_in_place(model.Model(model.compile_model(folder)))
+            about = header | {"recipe": json.loads(network.recipe.key)}
+            found = model.checker.run_network(about, tensors | {"images": images.numpy()})
+        finally:
+            sys.path.remove(str(GOLDEN))
+            # the model has put its functions into the checker
+            for name in ("check_reference", "checker"):
+                sys.modules.pop(name, None)
+        (name,) = network.outputs
+        return torch.from_numpy(found[name])
+
+    return run
 
 
 def files(network: Any, folder: pathlib.Path, **options: bool) -> list[str]:
@@ -146,6 +178,8 @@ RUNTIMES: dict[str, Callable[[Any, torch.Tensor, pathlib.Path], torch.Tensor | l
     "C kernels": of_back_end("cpu"),
     "CPU graph": cpu_graph,
     "exported C program": c_program,
+    "reference.c": of_golden_model(in_c=True),
+    "NumPy checker": of_golden_model(in_c=False),
     "Triton's interpreter": of_back_end("triton"),
     "onnxruntime": onnxruntime_levels,
     "reference evaluator": reference_evaluator,

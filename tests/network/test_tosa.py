@@ -15,13 +15,16 @@ import torch
 import network_cases
 import qflash
 from network_cases import EXPORTED_RECIPES, Layer, attention_module
+from qflash.network import activations
 from qflash.network.activations import NAMES
 from qflash.network.modules import DTYPES, LayerNorm, Linear, Mean, PatchEmbedding, WideLinear
 from qflash.network.operators import WITH_ACTIVATION
 from qflash.network.operators.gated import Gated
 from qflash.network.operators.narrow import Narrow
 from qflash.network.operators.norms import RmsNorm
-from small_networks import KINDS, draw
+from qflash.network.operators.rotary import Rotary
+from qflash.specification.layers import ACTIVATIONS
+from small_networks import KINDS, draw, draw_images
 
 FINEST = 4e-6
 """The least output scale that the values here leave TOSA: an output needs a shift there."""
@@ -32,7 +35,7 @@ reference_model = pytest.importorskip("tosa_reference_model", reason=WHY)
 from qflash.network import tosa_operators  # noqa: E402
 from qflash.network.tosa_graph import Graph, Value  # noqa: E402
 
-I8, I32, BOOL = "INT8", "INT32", "BOOL"
+I8, I16, I32, BOOL = "INT8", "INT16", "INT32", "BOOL"
 PROFILE: dict[str, set[tuple[str, ...]]] = {
     "ABS": {(I32, I32)},
     "ADD": {(I32, I32, I32)},
@@ -60,6 +63,8 @@ PROFILE: dict[str, set[tuple[str, ...]]] = {
     "TRANSPOSE": {(I8, I8), (I32, I32)},
 }
 """Operators of TOSA 1.0 and the types, of inputs and output, that its integer profile has without an extension."""
+EXTENSION: dict[str, set[tuple[str, ...]]] = {"RESCALE": {(I32, I32, I8, I32, I16, I16)}, "TABLE": {(I16, I16, I32)}}
+"""What is used of EXT-INT16 beside that."""
 
 
 def evaluate(content: bytes, inputs: Sequence[torch.Tensor], outputs: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -140,6 +145,9 @@ def module_of(layer: Layer) -> tuple[Any, list[torch.Tensor]]:
         module = Narrow(len(offset), None if gather is None else tuple(gather.shape))
         fill(module, multiplier=multiplier, offset=offset, **({} if gather is None else {"gather": gather})).left = left
         return module, [h]
+    if layer.name == "rotary":
+        x, turns, offset, multiplier, _ = arguments
+        return fill(Rotary(len(offset), turns.shape), turns=turns, offset=offset, multiplier=multiplier), [x]
     assert layer.name == "integer_mean"
     x, multiplier, left, offset, _ = arguments
     fill(module := Mean(x.shape[1], x.shape[2], name), multiplier=multiplier, offset=offset).left = left
@@ -148,7 +156,7 @@ def module_of(layer: Layer) -> tuple[Any, list[torch.Tensor]]:
 
 def check_layer(layer: Layer) -> None:
     """Compare a layer with the reference."""
-    if layer.name == "integer_narrow":
+    if layer.name in ("integer_narrow", "rotary"):
         # the module's outputs are int8
         layer = Layer(layer.name, (*layer.arguments[:-1], torch.int8))
     want = layer.run("reference")
@@ -218,31 +226,54 @@ def test_constants_beyond_a_flatbuffer_are_refused(monkeypatch: pytest.MonkeyPat
         graph.serialize()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_activations_by_tables_for_every_number(name: str) -> None:
+    ends = torch.tensor([-(1 << 28) + 1, -(1 << 17), (1 << 17) - 2, (1 << 17) - 1, 1 << 17, (1 << 28) - 1])
+    u = torch.cat([torch.arange(-33000, 33000), ends])
+
+    def build(graph: Graph, x: Value) -> Value:
+        narrow = graph.rescale(x, 1 << 29, 29, np.int16) if activations.has_tables(name) else None
+        return activations.tosa(graph, name, x, narrow)
+
+    assert torch.equal(run(build, four(u[None])).flatten().long(), ACTIVATIONS[name][0](u))
+
+
+def test_a_line_that_no_table_holds_is_named() -> None:
+    with pytest.raises(ValueError, match="line from 59898 with slope -10 needs more than 5 bits"):
+        activations.line_of_rest(59898, -10, 5)
+
+
 # --- modules ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", range(15))
+def some(values: Sequence[Any], *quick: Any) -> list[Any]:
+    """Return parameters of which all but these are slow."""
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+@pytest.mark.parametrize("number", some(range(15), 0, 1))
 def test_a_linear_layer(number: int) -> None:
     check_layer(network_cases.draw_linear(number))
 
 
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", some(range(12), 1))
 def test_a_layer_normalisation(number: int) -> None:
     check_layer(network_cases.draw_layer_norm(number))
 
 
-@pytest.mark.parametrize("number", range(1, 6))
+@pytest.mark.parametrize("number", some(range(1, 6), 1))
 @pytest.mark.parametrize("draw_layer", [x for x in network_cases.MOVING if x is not network_cases.draw_embedding])
 def test_layers_that_move_tokens(draw_layer: Callable[[int], Layer], number: int) -> None:
     check_layer(draw_layer(number))
 
 
+@pytest.mark.slow
 def test_layers_at_the_ends_of_their_ranges() -> None:
     for layer in network_cases.extremes():
         check_layer(layer)
 
 
-@pytest.mark.parametrize("channels", [1, 16, 192, 4096])
+@pytest.mark.parametrize("channels", some([1, 16, 192, 4096], 16))
 def test_variances_of_every_size(channels: int) -> None:
     torch.manual_seed(channels)
     module = LayerNorm(channels, "int32")
@@ -258,7 +289,7 @@ def test_variances_of_every_size(channels: int) -> None:
         assert torch.equal(got[0, 0], module(h[None], backend="reference")[0]), epsilon
 
 
-@pytest.mark.parametrize("number", range(1, 7))
+@pytest.mark.parametrize("number", some(range(1, 7), 1))
 def test_a_patch_embedding(number: int) -> None:
     images, size, weight, bias, multiplier, left, position, prefix = network_cases.draw_embedding(number).arguments
     if not images.numel():
@@ -275,7 +306,7 @@ def test_a_patch_embedding(number: int) -> None:
     assert torch.equal(got.view(want.shape), want)
 
 
-@pytest.mark.parametrize("tokens", [1, 64, 65, 130])
+@pytest.mark.parametrize("tokens", some([1, 64, 65, 130], 65))
 @pytest.mark.parametrize("name", EXPORTED_RECIPES)
 def test_attention(tokens: int, name: str) -> None:
     torch.manual_seed(tokens)
@@ -318,7 +349,7 @@ def test_what_attention_cannot_express_is_named() -> None:
 # --- whole networks -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some(list(KINDS), "class token"))
 def test_the_reference_model_returns_the_network_s_bits(
     kind: str, made: Callable[[str], tuple[Any, Any]], tmp_path: pathlib.Path
 ) -> None:
@@ -336,20 +367,58 @@ def test_the_reference_model_returns_the_network_s_bits(
     check_profile(path, counts)
 
 
+@pytest.mark.parametrize("kind", some(["class token", "SiLU", "ReLU"], "class token"))
+def test_networks_with_tables_of_sixteen_bits(
+    kind: str, made: Callable[[str], tuple[Any, Any]], tmp_path: pathlib.Path
+) -> None:
+    model, network = made(kind)
+    path = tmp_path / "network.tosa"
+    counts = qflash.export_tosa(network, path, int16=True)
+    x = draw(model, 1, 12)
+    want = network(x)
+    assert torch.equal(evaluate(path.read_bytes(), [x.view(torch.int8)], [want.shape])[0], want)
+    check_profile(path, counts, int16=True)
+    saved = {"class token": 3, "SiLU": 1, "ReLU": 0}[kind]
+    plain = qflash.export_tosa(network, path)
+    layers = [name for name, _ in plain.items() if type(network.part(name)).__name__ in ("LinearGelu", "LinearSilu")]
+    assert len(layers) * saved == sum(sum(plain[name].values()) - sum(counts[name].values()) for name in plain)
+    assert saved == 0 or layers
+
+
+def test_an_image_of_a_deit(tmp_path: pathlib.Path) -> None:
+    """The largest network that takes seconds; benchmarks/tosa_networks.py runs more images, and other networks."""
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    model = timm.create_model("deit_tiny_patch16_224").eval()
+    images = draw_images(1, 3, 224)
+    network = qflash.quantize_model(model, [images], min_sqnr=None, progress=False)
+    path = tmp_path / "network.tosa"
+    counts = qflash.export_tosa(network, path)
+    assert sum(sum(count.values()) for count in counts.values()) <= 2600
+    want = network(images)
+    assert torch.equal(evaluate(path.read_bytes(), [images.view(torch.int8)], [want.shape])[0], want)
+    counts = qflash.export_tosa(network, path, int16=True)
+    assert sum(sum(count.values()) for count in counts.values()) <= 2600 - 12 * 3
+    check_profile(path, counts, int16=True)
+
+
 DOCUMENT = pathlib.Path(__file__).resolve().parents[2] / "docs" / "tosa.md"
 
 
 @pytest.mark.skipif(not DOCUMENT.is_file(), reason="only the repository has the documents")
 def test_the_document_has_the_counts() -> None:
-    def count(build: Callable[[Graph], object]) -> int:
-        graph = Graph()
-        build(graph)
-        return sum(sum(each.values()) for each in graph.counts.values())
+    def count(build: Callable[[Graph], object]) -> tuple[int, int]:
+        """Return the operators without an extension, and with EXT-INT16."""
+        graphs = Graph(), Graph(int16=True)
+        for graph in graphs:
+            build(graph)
+        plain, wide = (sum(sum(each.values()) for each in graph.counts.values()) for graph in graphs)
+        return plain, wide
 
     def row(graph: Graph, dtype: Any, tokens: int = 65, channels: int = 288) -> Value:
         return graph.input("x", dtype, (1, 1, tokens, channels))
 
-    found: dict[str, int] = {}
+    found: dict[str, tuple[int, int]] = {}
     layers: dict[str, Linear] = {"linear": Linear(8, 8, "int8")}
     for name, kind in WITH_ACTIVATION.items():
         layers[f"linear, {NAMES[name]}"] = kind(8, 8)
@@ -371,11 +440,12 @@ def test_the_document_has_the_counts() -> None:
     for name, tokens in (("attention, up to 64 keys", 64), ("attention, 65 keys and more", 65)):
         found[name] = count(lambda graph, n=tokens: tosa_operators.attention(graph, core, [row(graph, np.int8, n)], 1))
     text = DOCUMENT.read_text(encoding="utf-8")
-    assert {name: f"| {name} | {number} |" in text for name, number in found.items()} == dict.fromkeys(found, True), found
+    rows = {name: f"| {name} | {plain} | {wide} |" for name, (plain, wide) in found.items()}
+    assert {name: row in text for name, row in rows.items()} == dict.fromkeys(found, True), found
 
 
-def check_profile(path: pathlib.Path, counts: dict[str, Any]) -> None:
-    """Look whether a file holds operators and types of the integer profile alone, as many as were counted."""
+def check_profile(path: pathlib.Path, counts: dict[str, Any], int16: bool = False) -> None:
+    """Look whether a file holds operators and types of the integer profile alone, or EXT-INT16's, as many as were counted."""
     graph = ts.TosaSerializer("")
     assert graph.loadTosaFlatbuffer(str(path))
     (block,) = graph.currRegion.basicBlocks
@@ -386,7 +456,8 @@ def check_profile(path: pathlib.Path, counts: dict[str, Any]) -> None:
         if name in ("CONST", "CONST_SHAPE"):
             continue
         tensors = [block.getTensorByName(each) for each in (*operator.inputs, *operator.outputs) if each not in shapes]
-        assert tuple(each.dtype.name for each in tensors) in PROFILE[name], name
+        types = tuple(each.dtype.name for each in tensors)
+        assert types in PROFILE.get(name, set()) | (EXTENSION.get(name, set()) if int16 else set()), name
         assert all(len(each.shape) <= 6 for each in tensors)
         found[name] += 1
     total: Counter[str] = sum((Counter(count) for count in counts.values()), Counter())

@@ -50,24 +50,59 @@ def onnx(graph: Any, name: str, u: Any) -> Any:
     return graph.subtract(positive, tail)
 
 
-def tosa(graph: Any, name: str, u: Any) -> Any:
-    """Return an activation of int32 in a :class:`.tosa_graph.Graph`, int32."""
+def tosa(graph: Any, name: str, u: Any, narrow: Any = None) -> Any:
+    """Return an activation of int32 in a :class:`.tosa_graph.Graph`, int32.
+
+    Args:
+        graph: to add to.
+        name: of :data:`NAMES`.
+        u: int32.
+        narrow: u saturated to int16, if tables of EXT-INT16 may be used; see :func:`has_tables`.
+    """
     positive = graph.minimum(graph.maximum(u, 0), op.ACTIVATION_LIMIT)
     if name not in _TOSA_TAILS:
         return positive
-    rest = graph.maximum(graph.subtract(op.TAIL_END, graph.absolute(u)), 0)
-    return graph.subtract(positive, _TOSA_TAILS[name](graph, rest))
+    if narrow is None:
+        rest = graph.maximum(graph.subtract(op.TAIL_END, graph.absolute(u)), 0)
+    else:
+        rest = graph.table(narrow, line_of_rest(0, 1, 0))
+    return graph.subtract(positive, _TOSA_TAILS[name](graph, rest, narrow))
 
 
-def _gelu_tail(graph: Any, rest: Any) -> Any:
+def has_tables(name: str) -> bool:
+    """Tell whether an activation has operators less with tables of EXT-INT16."""
+    return name in _TOSA_TAILS
+
+
+def line_of_rest(start: int, slope: int, bits: int) -> np.ndarray:
+    """Return a table of :meth:`.tosa_graph.Graph.table`: ``(start + slope * rest) << bits`` of u, ``rest = max(end - |u|, 0)``.
+
+    It is exact, since the line bends at multiples of 128 only.
+
+    Raises:
+        ValueError: ``bits`` are too few for entries that are whole.
+    """
+    rest = (op.TAIL_END - np.abs(128 * np.arange(-256, 257))).clip(min=0)
+    wide = (start + slope * rest) << bits
+    if (wide % 128).any():
+        raise ValueError(f"a line from {start} with slope {slope} needs more than {bits} bits in a table")
+    return wide // 128
+
+
+def _gelu_tail(graph: Any, rest: Any, narrow: Any) -> Any:
     g, c, e, d = op.GELU_CONSTANTS
     square = graph.multiply(rest, rest, 9)
+    if narrow is not None:
+        # with the least bits that make entries whole, which shifts take off
+        first = graph.multiply(square, graph.table(narrow, line_of_rest(g, -c, 6)), 15 + 6)
+        second = graph.add(graph.shift_left(first, 2 + 5), graph.table(narrow, line_of_rest(e, -d, 5)))
+        return graph.multiply(first, second, 20 + 5)
     first = graph.multiply(square, graph.subtract(g, graph.multiply(rest, c)), 15)
     second = graph.add(graph.shift_left(first, 2), graph.subtract(e, graph.multiply(rest, d)))
     return graph.multiply(first, second, 20)
 
 
-def _silu_tail(graph: Any, rest: Any) -> Any:
+def _silu_tail(graph: Any, rest: Any, narrow: Any) -> Any:
     g, c, e, f = op.SILU_CONSTANTS
     line, square = graph.multiply(rest, c), graph.multiply(rest, rest, 9)
     first = graph.multiply(square, graph.add(graph.subtract(g, line), graph.add(square, square)), 15)

@@ -458,12 +458,12 @@ class IntegerNetwork(IntegerModule):
         export_onnx(self, path, batch=batch, **options)
 
     def export_tosa(
-        self, path: str | os.PathLike[str], *, batch: int = 1, size: int | Sequence[int] | None = None
+        self, path: str | os.PathLike[str], *, batch: int = 1, size: int | Sequence[int] | None = None, int16: bool = False
     ) -> dict[str, Mapping[str, int]]:
         """Write the network as a TOSA graph of the integer profile; see :func:`qflash.export_tosa`."""
         from .tosa_export import export_tosa
 
-        return export_tosa(self, path, batch=batch, size=size)
+        return export_tosa(self, path, batch=batch, size=size, int16=int16)
 
     def export_c(self, folder: str | os.PathLike[str], *, batch: int = 1, size: int | Sequence[int] | None = None) -> None:
         """Write the network as a program in C; see :func:`qflash.export_c`."""

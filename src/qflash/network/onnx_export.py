@@ -85,8 +85,6 @@ def export_onnx(
     if not 0 <= threshold <= EXTERNAL_DATA_THRESHOLD:
         raise ValueError(f"external_data_threshold must be from 0 to {EXTERNAL_DATA_THRESHOLD}, got {threshold}")
     check_attention(network, "ONNX")
-    if not int64 and takes_ids(network.image):
-        raise ValueError("networks of texts cannot be written without 64 bits")
     if not int64 and (floats := network.float_parts()):
         raise ValueError(f"nodes in floating point cannot be written without 64 bits: {', '.join(floats)}")
     require_packages("export_onnx", "onnx")
@@ -107,6 +105,9 @@ def export_onnx(
     inputs, taken = [images], images
     if network.is_padded:
         inputs.append(Value(MASK, np.dtype(np.int64)))
+    if ids and not int64:
+        taken = _narrow_ids(graph, inputs, network.image[1])
+    elif network.is_padded:
         zero, padding = graph.constant(0, np.int64), graph.constant(PADDING, np.int64)
         taken = graph.node("Where", graph.node("Equal", inputs[1], zero, dtype=np.bool_), padding, images, dtype=np.int64)
     found = whole_network(graph, network, taken)
@@ -135,6 +136,19 @@ def export_onnx(
         add_functions(model, graph.spans, frozenset(graph.tables))
     _add_shapes(model)
     _write(model, Path(os.path.realpath(path)), threshold)
+
+
+def _narrow_ids(graph: Any, inputs: Sequence[Any], vocabulary: int) -> Any:
+    """Return ids as int32, with :data:`PADDING` where a mask is 0, in a :class:`.onnx_narrow.NarrowGraph`."""
+    import numpy as np
+
+    ids = graph.known(graph.cast(inputs[0], np.int32), 0, vocabulary - 1)
+    if len(inputs) == 1:
+        return ids
+    # of all numbers in a mask -2**31 alone has no magnitude in 32 bits
+    mask = graph.known(graph.cast(inputs[1], np.int32), 1 - (1 << 31), (1 << 31) - 1)
+    seen = graph.minimum(graph.node("Abs", mask), 1)
+    return graph.add(graph.multiply(graph.subtract(ids, PADDING), seen), PADDING)
 
 
 def _large(model: Any) -> list[Any]:

@@ -139,7 +139,7 @@ class NarrowGraph(Graph):
         """Return the ends of what an operator gives; None for those of its type."""
         ends = [self.ends(x) for x in inputs]
         (low, high), (least, most) = ends[0], ends[min(1, len(ends) - 1)]
-        if operator in _MOVES or operator == "Gather":
+        if operator in _MOVES or operator in ("Gather", "GatherND"):
             return low, high
         if operator == "Concat":
             return min(x for x, _ in ends), max(x for _, x in ends)

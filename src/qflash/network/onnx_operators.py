@@ -8,6 +8,7 @@ stream is int32 clipped to int16, because onnxruntime adds no int16.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from ..specification import fixed_point as fp
 from ..specification import layers as op
 from ..specification.recipe import Recipe
+from ..specification.texts import PADDING
 from . import activations
 from .float_parts import FloatNode
 from .graph import IMAGES, IntegerNetwork
@@ -242,7 +244,7 @@ _ALL_BITS = (1 << 31) - 1
 
 
 def _visible(graph: Graph, module: Attention, ids: Value | None, queries: int, tokens: int) -> Value | None:
-    """Return which scores take part, bool (batch or 1, 1, queries or 1, keys), or None where all do.
+    """Return which scores take part, bool (batch or 1, 1, queries or 1, keys), or None where all do; 0 or 1 without 64 bits.
 
     Args:
         graph: to add to.
@@ -252,11 +254,16 @@ def _visible(graph: Graph, module: Attention, ids: Value | None, queries: int, t
     """
     visible = None
     if ids is not None:
-        visible = graph.node("GreaterOrEqual", ids, graph.constant(0, ids.dtype), dtype=np.bool_)
+        if isinstance(graph, NarrowGraph):
+            visible = graph.minimum(graph.subtract(ids, PADDING), 1)
+        else:
+            visible = graph.node("GreaterOrEqual", ids, graph.constant(0, ids.dtype), dtype=np.bool_)
         visible = graph.reshape(visible, 0, 1, 1, tokens)
     if module.causal:
-        here = graph.constant(np.tri(queries, tokens, dtype=np.bool_)[None, None], np.bool_, "causal")
-        visible = here if visible is None else graph.node("And", visible, here)
+        dtype = np.int32 if isinstance(graph, NarrowGraph) else np.bool_
+        here = graph.constant(np.tri(queries, tokens, dtype=dtype)[None, None], dtype, "causal")
+        both = graph.minimum if isinstance(graph, NarrowGraph) else functools.partial(graph.node, "And")
+        visible = here if visible is None else both(visible, here)
     return visible
 
 
@@ -279,12 +286,19 @@ def _scores(
         graph.known(products, -3 << 28, 3 << 28)
     start = fp.exponent_offset(offset, fraction_bits)[0]
     honest = products
-    if visible is not None:
+    if visible is not None and isinstance(graph, NarrowGraph):
+        # every score is between the ends of this
+        ends = graph.multiply(graph.subtract(graph.multiply(visible, 2), 1), 1 << 30)
+        honest = graph.minimum(products, ends)
+    elif visible is not None:
         # below every score; a difference from it may wrap, and is not used
         honest = graph.node("Where", visible, products, graph.constant(-(1 << 30), np.int32), dtype=np.int32)
     most = graph.add(graph.row_maximum(honest), graph.constant(start, np.int32, "start"))
     t = graph.subtract(most, products)
-    if visible is not None:
+    if visible is not None and isinstance(graph, NarrowGraph):
+        # what is visible is at least the start, which is not negative
+        t = graph.maximum(t, graph.multiply(graph.subtract(graph.constant(1, np.int32), visible), _ALL_BITS))
+    elif visible is not None:
         t = graph.node("Where", visible, t, graph.constant(_ALL_BITS, np.int32), dtype=np.int32)
     return t, _array(fraction_bits[0])
 

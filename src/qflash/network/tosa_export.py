@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from ..scalars import unboxed
+from ..validation import check_flags
 from .export_checks import check_attention, check_path
 from .graph import IntegerNetwork, check_integer
 from .inputs import input_shape, takes_ids
@@ -13,9 +14,14 @@ from .onnx_check import IDS, INPUT, output_names
 
 
 def export_tosa(
-    network: IntegerNetwork, path: str | os.PathLike[str], *, batch: int = 1, size: int | Sequence[int] | None = None
+    network: IntegerNetwork,
+    path: str | os.PathLike[str],
+    *,
+    batch: int = 1,
+    size: int | Sequence[int] | None = None,
+    int16: bool = False,
 ) -> dict[str, Mapping[str, int]]:
-    """Write a network as a TOSA graph (a flatbuffer, ``.tosa``) of the integer profile alone, without an extension.
+    """Write a network as a TOSA graph (a flatbuffer, ``.tosa``) of the integer profile alone, or with EXT-INT16.
 
     The graph takes the bytes of uint8 images as int8 (batch, channels, height, width), for TOSA has no other 8 bits, and
     returns int32 logits: those of the network, bit for bit, wherever TOSA's integer operators are computed as they are defined.
@@ -26,6 +32,7 @@ def export_tosa(
         path: of the file; an existing one is replaced only after the new one is complete.
         batch: images in a batch, at least 1. TOSA's shapes are static.
         size: of the images, of a network with several; the first of ``network.image_sizes`` if None.
+        int16: use tables of the extension EXT-INT16, with which GELU and SiLU have fewer operators.
 
     Returns:
         how many operators each node became, without constants: by the node's name and the operator's.
@@ -43,6 +50,7 @@ def export_tosa(
     check_integer(network)
     network = network if size is None else network.at(size)
     check_path(path)
+    check_flags(int16=int16)
     batch = unboxed(batch)
     if isinstance(batch, bool) or not isinstance(batch, int):
         raise TypeError(f"batch must be an integer, got {type(batch).__name__}")
@@ -57,7 +65,7 @@ def export_tosa(
     from .tosa_graph import Graph
     from .tosa_operators import whole_network
 
-    graph = Graph()
+    graph = Graph(int16)
     ids = takes_ids(network.image)
     given = graph.input(IDS if ids else INPUT, np.int32 if ids else np.int8, (batch, *input_shape(network.image)))
     found = whole_network(graph, network, given)

@@ -1,8 +1,8 @@
-"""A TOSA graph under construction, in operators of TOSA's integer profile without an extension.
+"""A TOSA graph under construction, in operators of TOSA's integer profile, without an extension or with EXT-INT16.
 
-A tensor has a static shape and is int8, int32 or bool. Arithmetic is int32. TOSA leaves overflow undefined, so who calls knows
-the bounds. An operator that would change nothing is not written. Both operands of an operator must have as many axes; a
-constant gets the leading ones here.
+A tensor has a static shape and is int8, int32 or bool; int16 is what tables take. Arithmetic is int32. TOSA leaves overflow
+undefined, so who calls knows the bounds. An operator that would change nothing is not written. Both operands of an operator
+must have as many axes; a constant gets the leading ones here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ VERSION = 1, 0
 MOST_BYTES = (1 << 31) - (1 << 24)
 """Of constants: a flatbuffer has less than 2**31 bytes, and the rest of a graph takes some."""
 Shape = tuple[int, ...]
-_TYPES = {np.dtype(np.int8): ts.DType.INT8, np.dtype(np.int32): ts.DType.INT32, np.dtype(np.bool_): ts.DType.BOOL}
+_TYPES = {
+    np.dtype(np.int8): ts.DType.INT8, np.dtype(np.int16): ts.DType.INT16, np.dtype(np.int32): ts.DType.INT32,
+    np.dtype(np.bool_): ts.DType.BOOL,
+}  # fmt: skip
 _WORDS = {"MATMUL": "MatMul"}
 """Of operators' names, in names of attributes, where it is more than a capital."""
 _NAN = ts.NanPropagationMode.PROPAGATE
@@ -47,10 +50,12 @@ class Graph:
     """Operators and constants of a TOSA graph under construction.
 
     Attributes:
+        int16: whether it may have operators of EXT-INT16.
         counts: how many operators each part has, without constants: by the part's name and the operator's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, int16: bool = False) -> None:
+        self.int16 = int16
         self._serializer = ts.TosaSerializer(
             "", targetMajor=VERSION[0], targetMinor=VERSION[1], targetPatch=0, targetDraft=False
         )
@@ -231,6 +236,15 @@ class Graph:
         )  # fmt: skip
         attributes = True, ts.RoundingMode.SINGLE_ROUND, factor.size > 1, unsigned, False
         return self.node("RESCALE", inputs, dtype, x.shape, *attributes)
+
+    def table(self, x: Value, entries: np.ndarray) -> Value:
+        """Return int32 of a table of EXT-INT16, whose entry k stands for ``128 k - 32768``; between them lie straight lines.
+
+        Args:
+            x: int16.
+            entries: int16 (513,), a 128th of what is returned; neighbours differ by less than ``2**15``.
+        """
+        return self.node("TABLE", (x, self.constant(entries, np.int16, "table")), np.int32, x.shape)
 
     def reshape(self, x: Value, *shape: int) -> Value:
         """Change the shape."""

@@ -112,20 +112,23 @@ def linear(graph: Graph, module: Linear, x: Value, residual: Value | np.ndarray 
     sums, left = _products(graph, module, x)
     multiplier = _array(module.multiplier)
     if isinstance(module, LinearActivation):
-        return _activated(graph, module.activated, graph.rescale(sums, multiplier, 32 - left, np.int32))
+        by = module.activated
+        u = graph.rescale(sums, multiplier, 32 - left, np.int32)
+        tables = graph.int16 and activations.has_tables(by.name)
+        return _activated(graph, by, u, graph.rescale(sums, multiplier, 32 - left, np.int16) if tables else None)
     if module.dtype == torch.int8:
         return graph.rescale(sums, multiplier, 32 - left, np.int8)
     out = graph.rescale(sums, multiplier, 32 - left, np.int32)
     return _saturated(graph, out if residual is None else graph.add(out, residual), module.dtype, 1 << 31)
 
 
-def _activated(graph: Graph, by: op.Activation, u: Value) -> Value:
-    """Write :func:`.layers.activate`."""
+def _activated(graph: Graph, by: op.Activation, u: Value, narrow: Value | None) -> Value:
+    """Write :func:`.layers.activate`; ``narrow`` as :func:`.activations.tosa` has it."""
     multiplier, offset = _wide(by.multiplier), _wide(by.offset)
     # the specification's shift rounds down
     offset = offset - (1 << by.shift >> 1)
     bound = int((multiplier * (op.ACTIVATION_LIMIT + 1) + np.abs(offset)).max())
-    value = graph.multiply(activations.tosa(graph, by.name, u), multiplier)
+    value = graph.multiply(activations.tosa(graph, by.name, u, narrow), multiplier)
     return _saturated(graph, graph.add(value, offset), torch.int8, bound, by.shift)
 
 

@@ -40,7 +40,11 @@ class SelectToken(OwnForms):
         import numpy as np
 
         h, ids = inputs
-        if self.token is not None:
+        if self.token is not None and graph.wide == np.int32:
+            ids = graph.subtract(
+                graph.constant(1, np.int32), graph.minimum(graph.node("Abs", graph.subtract(ids, self.token)), 1)
+            )
+        elif self.token is not None:
             ids = graph.node("Equal", ids, graph.constant(self.token, np.int64), dtype=np.bool_)
         place = graph.node("ArgMax", graph.cast(ids, np.int32), dtype=np.int64, axis=1, keepdims=1, select_last_index=0)
         return graph.node("GatherND", h, place, batch_dims=1)

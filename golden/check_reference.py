@@ -42,8 +42,8 @@ class Layer(ctypes.Structure):
 
 class Attention(ctypes.Structure):
     POINTERS = (
-        "query", "key", "value", "query_scale", "key_scale", "value_scale", "output_scale", "offset", "mask", "bias", "out",
-        "float_out",
+        "query", "key", "value", "query_scale", "key_scale", "value_scale", "output_scale", "offset", "mask", "bias", "ids",
+        "out", "float_out",
     )  # fmt: skip
     INTEGERS = (
         "batch", "heads", "key_heads", "queries", "keys", "head_dim", "value_dim", "constant_mantissa", "constant_exponent",
@@ -166,11 +166,17 @@ class Model:
         self.call("rotary", x, *x.shape, turns, turns.shape[0], turns.shape[2], whole(b), whole(R), out)
         return out.astype(np.int64)
 
-    def embed(self, ids, table, positions):
+    def embed(self, ids, table, positions, padded):
         ids, table = whole(ids), whole(table)
         out = np.empty((*ids.shape, table.shape[1]), np.int32)
         more = None if positions is None else whole(positions)
-        self.call("embed", ids, *ids.shape, table, *table.shape, more, out)
+        self.call("embed", ids, *ids.shape, table, *table.shape, more, ctypes.c_int(padded), out)
+        return out.astype(np.int64)
+
+    def select_token(self, h, ids, token):
+        h, ids = whole(h), whole(ids)
+        out = np.empty((len(h), h.shape[2]), np.int32)
+        self.call("select_token", h, ids, *h.shape, -1 if token is None else token, out)
         return out.astype(np.int64)
 
     def cut_patches(self, images, size):
@@ -202,7 +208,7 @@ class Model:
 
     def attention(
         self, query, key, value, query_scale, key_scale, value_scale, recipe, softmax_scale,
-        offset=None, mask=None, bias=None, causal=False, output_scale=None, floats=False,
+        offset=None, mask=None, bias=None, causal=False, output_scale=None, floats=False, ids=None,
     ):  # fmt: skip
         batch, heads, queries, head_dim = query.shape
         key_heads, keys, value_dim = *key.shape[1:3], value.shape[3]
@@ -212,10 +218,12 @@ class Model:
             "query": query.shape, "key": key.shape, "value": value.shape, "query_scale": (batch, heads, queries, 1),
             "key_scale": (batch, key_heads, keys if per_token else 1, 1), "value_scale": channels, "offset": channels,
             "output_scale": (batch, heads, 1, value_dim), "mask": scores, "bias": scores,
+            "ids": (batch, keys),
         }  # fmt: skip
         given = {
             "query": query, "key": key, "value": value, "query_scale": query_scale, "key_scale": key_scale,
             "value_scale": value_scale, "offset": offset, "output_scale": output_scale, "mask": mask, "bias": bias,
+            "ids": ids,
         }  # fmt: skip
         arrays = {
             name: (bits if name in ("offset",) or name.endswith("scale") else whole)(np.broadcast_to(x, shapes[name]))
@@ -300,7 +308,7 @@ def put_in_place(model):
     """Have the checker's operations computed by the model."""
     names = (
         "linear", "gated", "normalise", "layer_norm", "row_constants", "inverse_root", "narrow", "mean", "cut_patches",
-        "to_windows", "from_windows", "join_patches", "attention", "reciprocal",
+        "to_windows", "from_windows", "join_patches", "attention", "reciprocal", "embed", "select_token",
     )  # fmt: skip
     for name in names:
         setattr(checker, name, getattr(model, name))
@@ -317,13 +325,8 @@ def put_in_place(model):
         x = x.reshape(*x.shape[:2], sizes["channels"])
         return model.rotary(x, self.get(name, "turns"), self.get(name, "offset"), self.get(name, "multiplier"))
 
-    def token_embedding(self, name, sizes, ids):
-        table = self.words(name, "table_words", sizes["vocabulary"], sizes["channels"])
-        count = sizes["positions"]
-        return model.embed(ids, table, self.words(name, "position_words", count, sizes["channels"]) if count else None)
-
     checker.run_with_activation, checker.Network.with_activation = run_with_activation, with_activation
-    checker.NODES |= {"Rotary": rotary, "TokenEmbedding": token_embedding}
+    checker.NODES |= {"Rotary": rotary}
     checker.OPERATIONS |= {
         "inverse_root": lambda p, x: {"x": model.inverse_root(x["v"])},
         "reciprocal": lambda p, x: {"x": model.reciprocal(x["D"])},

@@ -381,12 +381,12 @@ def fused_multiply_add(a, b, c):
 
 def attention(
     query, key, value, query_scale, key_scale, value_scale, recipe, softmax_scale,
-    offset=None, mask=None, bias=None, causal=False, output_scale=None, floats=False,
+    offset=None, mask=None, bias=None, causal=False, output_scale=None, floats=False, ids=None,
 ):  # fmt: skip
     """Int8 query, key and value (batch, heads, tokens, channels) to int8, or to float32 with ``floats``.
 
     Scales broadcast against their tensor; mask (True takes part) and bias, in fixed point, against the scores. Causal
-    attention takes neither.
+    attention takes neither. Keys whose id is negative, in ids (batch, keys), take no part.
     """
     heads, queries = query.shape[1:3]
     key, value, key_scale = without_unseen(key, value, key_scale, mask, bias, causal, queries, recipe)
@@ -399,6 +399,8 @@ def attention(
         visible = visible & np.tri(queries, key.shape[2], dtype=bool)
     if mask is not None:
         visible = visible & mask
+    if ids is not None:
+        visible = visible & (ids >= 0)[:, None, None, : key.shape[2]]
     accumulate = online if recipe["normalization"] == "online" else two_pass
     O, divisor, fraction_bits, m = accumulate(scores, visible, value, recipe)
 
@@ -584,6 +586,30 @@ def cosines_and_sines(turns):
     return np.where(low < 2**15, low, low - 2**16), turns.astype(np.int64) >> 16
 
 
+def embed(ids, table, positions, padded):
+    """Rows of a table by ids, where ``padded`` row 0 for a negative id, plus one for each place; int16."""
+    rows = table[np.maximum(ids, 0) if padded else ids].astype(np.int64)
+    return rows if positions is None else saturate(rows + positions[: ids.shape[1]].astype(np.int64), 16)
+
+
+def select_token(h, ids, token):
+    """The token of each text whose id is the first that is ``token``, or the first of the largest where that is None."""
+    wanted = ids.max(axis=1, keepdims=True) if token is None else token
+    places = [next((t for t, is_it in enumerate(row) if is_it), 0) for row in ids == wanted]
+    return np.stack([text[place] for text, place in zip(h, places, strict=True)])
+
+
+def text_attention(parts, ids, heads, first, causal, **given):
+    """int8 (batch, tokens, 3 × heads × channels) to (batch, tokens that ask, heads × channels).
+
+    Keys whose id is negative, in ids (batch, tokens), and later ones than the query where it is causal, take no part.
+    """
+    batch, tokens, _ = parts.shape
+    query, key, value = parts.reshape(batch, tokens, 3, heads, -1).transpose(2, 0, 3, 1, 4)
+    out = attention(query[:, :, : first or tokens], key, value, ids=ids, causal=causal, **given)
+    return out.transpose(0, 2, 1, 3).reshape(batch, first or tokens, -1)
+
+
 def to_windows(x, grid, window, roll):
     """(batch, rows × columns, channels) to (batch × windows, tokens, channels), rolled up and left."""
     (rows, columns), (high, wide) = grid, window
@@ -679,10 +705,12 @@ class Network:
         return narrow(self.gathered(name, sizes, h), b, R, self.parameters["constants"][name]["left"], 8)
 
     def token_embedding(self, name, sizes, ids):
-        rows = self.words(name, "table_words", sizes["vocabulary"], sizes["channels"])[ids]
-        if not sizes["positions"]:
-            return rows
-        return saturate(rows + self.words(name, "position_words", sizes["positions"], sizes["channels"]), 16)
+        table, count = self.words(name, "table_words", sizes["vocabulary"], sizes["channels"]), sizes["positions"]
+        positions = self.words(name, "position_words", count, sizes["channels"]) if count else None
+        return embed(ids, table, positions, sizes.get("padded", False))
+
+    def select_token(self, name, sizes, h, ids):
+        return select_token(h, ids, sizes["token"])
 
     def rms_norm(self, name, sizes, h, residual=None):
         return self.layer_norm(name, sizes, h, residual, centred=False)
@@ -709,7 +737,9 @@ class Network:
         return rotary(x, *cosines_and_sines(self.get(name, "turns")), self.get(name, "offset"), self.get(name, "multiplier"))
 
     def attention(self, name, sizes, *parts):
-        heads, dim = sizes["heads"], sizes["head_dim"]
+        heads, dim, ids = sizes["heads"], sizes["head_dim"], None
+        if sizes.get("padded"):
+            *parts, ids = parts
         views = []
         for part in parts:
             tokens = sizes["tokens"] or part.shape[1]
@@ -727,8 +757,9 @@ class Network:
             bias = self.get(name, "bias")
             bias = np.tile(bias, (len(query) // len(bias), 1, 1, 1))  # window by window, image by image
         out = attention(
-            query, key, value, *scales[:3], self.parameters["recipe"], sizes["softmax_scale"], bias=bias, output_scale=scales[3]
-        )
+            query, key, value, *scales[:3], self.parameters["recipe"], sizes["softmax_scale"], bias=bias,
+            causal=sizes.get("causal", False), output_scale=scales[3], ids=ids,
+        )  # fmt: skip
         return out.transpose(0, 2, 1, 3).reshape(len(parts[0]), -1, heads * dim)
 
     def first(self, name, sizes, h):
@@ -775,6 +806,7 @@ NODES = {
     "RmsNorm": Network.rms_norm,
     "Narrow": Network.narrow,
     "TokenEmbedding": Network.token_embedding,
+    "SelectToken": Network.select_token,
 }
 
 
@@ -903,6 +935,12 @@ def run_narrow(p, x):
     return {"output": narrow(x["h"], b, R, p["left"], BITS[p["output"]])}
 
 
+def run_text_attention(p, x):
+    given = {f"{role}_scale": x[f"{role}_scale"] for role in ("query", "key", "value", "output")}
+    given |= {"recipe": p["recipe"], "softmax_scale": p["scale"], "bias": x.get("bias")}
+    return {"output": text_attention(x["x"], x.get("ids"), p["heads"], p["first"], p["causal"], **given)}
+
+
 def run_row_constants(p, x):
     found = np.array([row_constants(C) for C in x["C"].tolist()])
     return dict(zip(("I", "i", "K", "j"), found.T, strict=True))
@@ -956,6 +994,9 @@ OPERATIONS = {
     "norm": run_norm,
     "narrow": run_narrow,
     "mean": run_mean,
+    "token_embedding": lambda p, x: {"output": embed(x["ids"], x["table"], x.get("position"), p["padded"])},
+    "select_token": lambda p, x: {"output": select_token(x["h"], x["ids"], p["token"])},
+    "text_attention": run_text_attention,
     "patches": lambda p, x: {"output": cut_patches(x["images"], p["patch_size"])},
     "windows": run_windows,
     "patch_merging": run_patch_merging,

@@ -319,15 +319,31 @@ const char *reference_rotary(
 
 const char *reference_embed(
     const int32_t *ids, int64_t texts, int64_t tokens, const int32_t *table, int64_t vocabulary, int64_t channels,
-    const int32_t *positions, int32_t *out
+    const int32_t *positions, int padded, int32_t *out
 ) {
     begin();
     for (int64_t i = 0; i < texts * tokens; i++) {
-        const int64_t id = within(ids[i], 0, vocabulary - 1, "id");
+        const int64_t id = within(padded ? most(ids[i], 0) : ids[i], 0, vocabulary - 1, "id");
         for (int64_t c = 0; c < channels; c++) {
             const int64_t position = positions ? int16(positions[i % tokens * channels + c], "position") : 0;
             out[i * channels + c] = (int32_t)saturated(int16(table[id * channels + c], "table") + position, 16);
         }
+    }
+    return broken;
+}
+
+const char *reference_select_token(
+    const int32_t *h, const int32_t *ids, int64_t texts, int64_t tokens, int64_t channels, int64_t token, int32_t *out
+) {
+    begin();
+    within(tokens, 1, POWER(20), "tokens");
+    for (int64_t text = 0; text < texts; text++) {
+        const int32_t *id = ids + text * tokens;
+        int64_t place = token < 0 ? 0 : -1;
+        for (int64_t t = 0; t < tokens; t++)
+            if (token < 0 ? id[t] > id[place] : place < 0 && id[t] == token) place = t;
+        const int32_t *row = h + (text * tokens + most(place, 0)) * channels;
+        for (int64_t c = 0; c < channels; c++) out[text * channels + c] = (int32_t)int16(row[c], "h");
     }
     return broken;
 }
@@ -581,7 +597,8 @@ static void find_scores(row *x, int64_t z, int64_t h, int64_t i, int64_t key_hea
             else if (bias >= BIAS_EVEN) score = bias;
             else below(score, 30, "z");
         }
-        const int hidden = (by->causal && j > i) || (by->mask && !by->mask[query_row * by->keys + j]);
+        const int padding = by->ids && by->ids[z * by->keys + j] < 0;
+        const int hidden = padding || (by->causal && j > i) || (by->mask && !by->mask[query_row * by->keys + j]);
         x->score[j] = hidden ? MASKED : score;
     }
 }

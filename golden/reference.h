@@ -56,10 +56,16 @@ const char *reference_rotary(
     const int32_t *x, int64_t images, int64_t tokens, int64_t channels, const int32_t *turns, int64_t heads, int64_t half,
     const int32_t *b, const int32_t *R, int32_t *out
 );
-/* Row ids[t] of a table (vocabulary, channels), plus row t of the positions (tokens, channels) unless NULL; int16 out. */
+/* Row ids[t] of a table (vocabulary, channels), row 0 where `padded` and the id is negative, plus row t of the positions (tokens or
+ * more, channels) unless NULL; int16 out. */
 const char *reference_embed(
     const int32_t *ids, int64_t texts, int64_t tokens, const int32_t *table, int64_t vocabulary, int64_t channels,
-    const int32_t *positions, int32_t *out
+    const int32_t *positions, int padded, int32_t *out
+);
+/* Of h (texts, tokens, channels) the token of each text with the first id that is `token`, or the first one where there is none; for
+ * a negative `token` that of the first of the largest ids. */
+const char *reference_select_token(
+    const int32_t *h, const int32_t *ids, int64_t texts, int64_t tokens, int64_t channels, int64_t token, int32_t *out
 );
 
 /* uint8 pixels (images, channels, height, width) to (images, patches, channels high wide), less 128 */
@@ -76,11 +82,11 @@ const char *reference_join_patches(const int32_t *h, int64_t images, int64_t row
 
 /* Attention. Scales: query (batch, heads, queries), key (batch, key_heads) or with `key_token` (batch, key_heads, keys), value and
  * offset (batch, key_heads, value_dim), output (batch, heads, value_dim). Masks and biases are (batch, heads, queries, keys); a
- * mask is 1 where a key takes part. */
+ * mask is 1 where a key takes part. Ids are (batch, keys); a key with a negative one takes no part. */
 typedef struct {
     const int32_t *query, *key, *value; /* (batch, heads, tokens, channels) */
     const uint32_t *query_scale, *key_scale, *value_scale, *output_scale, *offset; /* the last two may be NULL */
-    const int32_t *mask, *bias;         /* or NULL */
+    const int32_t *mask, *bias, *ids;   /* or NULL */
     int32_t *out;                       /* (batch, heads, queries, value_dim) of int8, or NULL */
     float *float_out;                   /* the same in float32, if `out` is NULL */
     int64_t batch, heads, key_heads, queries, keys, head_dim, value_dim;

@@ -25,7 +25,9 @@ from qflash.network import (
     execution,  # noqa: F401 - registers the operators
     storage,
 )
-from qflash.network.modules import LayerNorm, Linear, Mean
+from qflash.network.modules import Attention, LayerNorm, Linear, Mean
+from qflash.network.operators.select_token import SelectToken
+from qflash.network.operators.token_embedding import TokenEmbedding
 from qflash.specification import fixed_point as fp
 from qflash.specification import layers as op
 from qflash.specification import rotary
@@ -244,6 +246,35 @@ def _rotary(_parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tenso
     return {"output": torch.ops.qflash.rotary(x, turns, offset, multiplier, torch.int8, backend)}
 
 
+def _token_embedding(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tensors:
+    table, position = inputs["table"], inputs.get("position")
+    (rows, channels), places = table.shape, 0 if position is None else len(position)
+    module = TokenEmbedding(rows, channels, places, parameters["padded"]).to(table.device)
+    module.table.copy_(table)
+    if module.position is not None:
+        module.position.copy_(inputs["position"])
+    return {"output": module(inputs["ids"], backend)}
+
+
+def _select_token(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tensors:
+    return {"output": SelectToken(parameters["token"])(inputs["h"], inputs["ids"], backend)}
+
+
+def _text_attention(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tensors:
+    """Attention of a network of texts: its queries, keys and values side by side, and the ids that hide keys."""
+    bias, ids = inputs.get("bias"), inputs.get("ids")
+    module = Attention(
+        parameters["heads"], parameters["head_dim"], parameters["scale"], qflash.Recipe(**parameters["recipe"]).key,
+        None if bias is None else list(bias.shape), first=parameters["first"], padded=ids is not None,
+        causal=parameters["causal"],
+    ).to(inputs["x"].device)  # fmt: skip
+    for name in ("query_scale", "key_scale", "value_scale", "output_scale"):
+        module.get_buffer(name).copy_(inputs[name].view(torch.int32))
+    if bias is not None:
+        fill(module, inputs, "bias")
+    return {"output": module(inputs["x"], *(() if ids is None else (ids,)), backend=backend)}
+
+
 def _patches(parameters: dict[str, Any], inputs: Tensors, _backend: str) -> Tensors:
     return {"output": op.patches(inputs["images"], tuple(parameters["patch_size"]))}
 
@@ -283,7 +314,7 @@ def _network(parameters: dict[str, Any], inputs: Tensors, backend: str) -> Tenso
         "scales": dict.fromkeys(parameters["outputs"], 1.0), "units": [1.0],
     }  # fmt: skip
     tensors = {role.removeprefix("network."): x for role, x in inputs.items() if role != "images"}
-    network = storage.network_from_header(header, tensors).eval()
+    network = storage.network_from_header(header, tensors).eval().to(inputs["images"].device)
     network.backend = backend
     outputs: Tensors = {}
     with torch.inference_mode():
@@ -315,6 +346,9 @@ OPERATIONS: dict[str, Callable[[dict[str, Any], Tensors, str], Tensors]] = {
     "norm": _norm,
     "narrow": _narrow,
     "mean": _mean,
+    "token_embedding": _token_embedding,
+    "select_token": _select_token,
+    "text_attention": _text_attention,
     "patches": _patches,
     "windows": _windows,
     "patch_merging": _patch_merging,
@@ -972,12 +1006,80 @@ def norm_cases() -> dict[str, Case]:
     return cases
 
 
+def text_attention(
+    name: str, recipe: qflash.Recipe, *, tokens: int = 9, heads: int = 2, dim: int = 5, first: int = 0, causal: bool = False,
+    padded: bool = True, bias: bool = False,
+) -> Case:  # fmt: skip
+    """Return attention of texts with tokens that are missing behind, before and between others, and of one without any."""
+    draw, batch = Draw(name), 5 if padded else 2
+    inputs = {"x": draw.int8(batch, tokens, 3 * heads * dim)}
+    if padded:
+        ids = draw.integers(0, 50, batch, tokens, dtype=torch.int32 if causal else torch.int64)
+        ids[1, tokens // 2 :] = ids[2, : tokens // 3] = ids[4] = -1
+        ids[3, draw.normal(tokens) > 0] = -7  # any number below 0
+        inputs["ids"] = ids
+    each = math.sqrt(2 / (1600 * dim**-0.5 * math.sqrt(dim)))
+    for role, width, size in (("query", 1, each), ("key", 1, each), ("value", dim, 0.02), ("output", dim, 0.012)):
+        inputs[f"{role}_scale"] = (size * (0.5 * draw.normal(1, heads, 1, width)).exp()).float()
+    if bias:
+        inputs["bias"] = qflash.quantize_bias(2 * draw.normal(1, heads, first or tokens, tokens))
+    # the recipe of networks of texts: other row sums take the mean of all keys, hidden ones too
+    parameters = {"heads": heads, "head_dim": dim, "scale": dim**-0.5, "first": first, "causal": causal}
+    return Case("text_attention", parameters | {"recipe": json.loads(recipe.replace(row_sum="rounded").key)}, inputs)
+
+
+def text_cases() -> dict[str, Case]:
+    """Return embeddings of ids, attention that hides keys, and the token that stands for a text."""
+    cases: dict[str, Case] = {}
+    for kind in ("padded", "whole", "no-positions"):
+        name = f"embedding/{kind}"
+        draw = Draw(name)
+        ids = draw.integers(0, 8, 3, 7, dtype=torch.int64 if kind == "padded" else torch.int32)
+        table = draw.integers(-32768, 32768, 8, 5, dtype=torch.int16)
+        table[1], table[2] = -32768, 32767
+        inputs = {"ids": ids, "table": table}
+        if kind != "no-positions":
+            # more places than the texts have, where they may be shorter
+            position = draw.integers(-32768, 32768, 9 if kind == "padded" else 7, 5, dtype=torch.int16)
+            position[0], position[1] = -32768, 32767
+            ids[0, :2], ids[1, :2] = torch.tensor([1, 2]), torch.tensor([2, 1])
+            inputs["position"] = position
+        if kind == "padded":
+            ids[0, 4:], ids[2, 1:3] = -1, -9
+        cases[name] = Case("token_embedding", {"padded": kind == "padded"}, inputs)
+    ids = torch.tensor([[3, 9, 5, 9, 1], [1, 2, 8, -1, -1], [4, 4, 4, 4, 4], [-1, -1, 9, 2, 9]])
+    h = Draw("select-token").integers(-32768, 32768, 4, 5, 3, dtype=torch.int16)
+    for token in (None, 9, 8, 0):
+        name = f"select-token/{'largest' if token is None else token}"
+        cases[name] = Case("select_token", {"token": token}, {"h": h, "ids": ids.int() if token == 8 else ids})
+    for preset, recipe in PRESETS.items():
+        for causal in (False, True):
+            name = f"text-attention/{preset}-{'causal' if causal else 'padding'}"
+            cases[name] = text_attention(name, recipe, causal=causal)
+    long = {"tokens": 67, "heads": 1, "dim": 4, "causal": True}
+    options: dict[str, dict[str, Any]] = {
+        "causal-alone": {"causal": True, "padded": False},
+        "bias": {"bias": True},
+        "bias-first": {"bias": True, "first": 2},
+        "first": {"first": 1},
+        "causal-first": {"first": 3, "causal": True},
+        "long": long,
+        "long-alone": {**long, "padded": False},
+        "one-token": {"tokens": 1},
+    }
+    for kind, about in options.items():
+        name = f"text-attention/{kind}"
+        cases[name] = text_attention(name, qflash.DEFAULT, **about)
+    return cases
+
+
 def whole_networks(file: str, networks: Models) -> dict[str, Case]:
     """Return the quantised networks of a committed file, with an image each: small models of random weights.
 
     Those that the file lacks are quantised now.
     """
-    _, cases = read(GOLDEN / f"{file}.safetensors")
+    path = GOLDEN / f"{file}.safetensors"
+    cases = read(path)[1] if path.is_file() else {}
     found = {name: dataclasses.replace(case, outputs={}) for name, case in cases.items() if case.operation == "network"}
     added = converted_networks({name: about for name, about in networks.items() if f"network/{name}" not in found})
     return {f"network/{name}": (found | added)[f"network/{name}"] for name in networks}
@@ -1024,6 +1126,12 @@ NORM_NETWORKS: Models = {
     "text": ("text", {}),
 }
 """The same, with other normalisations."""
+TEXT_NETWORKS: Models = {
+    "text-padded": ("text tower", {"padded": True}),
+    "text-end": ("text tower", {"padded": True, "causal": True, "end": 29}),
+    "text-largest": ("text tower", {"causal": True}),
+}
+"""Those of texts with padding, or in causal order."""
 
 
 def _two_outputs(**options: Any) -> torch.nn.Module:
@@ -1068,6 +1176,50 @@ def _text_model() -> torch.nn.Module:
     return Text()
 
 
+def _text_tower(padded: bool = False, causal: bool = False, end: int | None = None) -> torch.nn.Module:
+    """Return an encoder of ids that takes a mask, and gives the token at the end of a text where it is causal.
+
+    Args:
+        padded: whether there is a mask.
+        causal: whether a token sees those before it alone.
+        end: the id of the last token of a text; None for the largest.
+    """
+
+    class TextTower(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.word, self.place = torch.nn.Embedding(30, 16), torch.nn.Parameter(torch.randn(12, 16))
+            self.norm1, self.norm2, self.norm = (torch.nn.LayerNorm(16) for _ in range(3))
+            self.qkv, self.proj = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
+            self.fc1, self.fc2 = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+            self.head = torch.nn.Linear(16, 8)
+
+        def encode(self, ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+            h = self.word(ids) + self.place
+            query, key, value = self.qkv(self.norm1(h)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+            mask = None if attention_mask is None else attention_mask[:, None, None].bool()
+            if causal:
+                before = torch.ones(12, 12, dtype=torch.bool, device=ids.device).tril()
+                mask = before if mask is None else mask & before
+            out = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask)
+            h = h + self.proj(out.transpose(1, 2).flatten(2))
+            tokens = self.norm(h + self.fc2(torch.nn.functional.gelu(self.fc1(self.norm2(h)))))
+            if not causal:
+                return tokens
+            place = (ids if end is None else (ids == end).int()).argmax(dim=-1)
+            return self.head(tokens[torch.arange(ids.shape[0], device=ids.device), place])
+
+    class WithMask(TextTower):
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            return self.encode(input_ids, attention_mask)
+
+    class WithoutMask(TextTower):
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return self.encode(input_ids, None)
+
+    return WithMask() if padded else WithoutMask()
+
+
 def _tokens(**options: Any) -> torch.nn.Module:
     """Return a model whose outputs are patch tokens: as tokens, and as maps of both layouts."""
     import timm
@@ -1101,6 +1253,7 @@ def converted_networks(networks: Models) -> dict[str, Case]:
             **{**_VIT, "norm_layer": timm.layers.RmsNorm, **options}
         ),
         "text": _text_model,
+        "text tower": _text_tower,
         "SwinTransformerV2": lambda **options: timm.models.swin_transformer_v2.SwinTransformerV2(**{**_SWIN, **options}),
     }
     cases = {}
@@ -1118,8 +1271,15 @@ def converted_networks(networks: Models) -> dict[str, Case]:
         images = (128 + 50 * (coarse + 0.5 * draw.normal(24, 3, side, side))).clamp(0, 255).to(torch.uint8)
         if kind == "text":
             images = draw.integers(0, 30, 24, 12, dtype=torch.int64)
+        batch: Any = images
+        if kind == "text tower":
+            images = draw.integers(0, 29, 24, 12, dtype=torch.int64)
+            ends = draw.integers(2, 12, 24)
+            images[torch.arange(24), ends.long()] = 29
+            mask = torch.arange(12) <= ends[:, None]
+            batch = {"input_ids": images, "attention_mask": mask.long()} if "padded" in options else images
         mean, std = (0.48, 0.45, 0.4), (0.22, 0.23, 0.25)
-        network = qflash.quantize_model(model, [images], mean=mean, std=std, progress=False)
+        network = qflash.quantize_model(model, [batch], mean=mean, std=std, progress=False)
         header = storage.network_header(network)
         nodes = [
             {**node, "sizes": {size: x for size, x in node["sizes"].items() if size != "recipe"}} for node in header["nodes"]
@@ -1127,7 +1287,14 @@ def converted_networks(networks: Models) -> dict[str, Case]:
         parameters = {entry: header[entry] for entry in ("image", "outputs", "constants")}
         parameters |= {"recipe": json.loads(network.recipe.key), "nodes": nodes}
         tensors = {f"network.{own}": x for own, x in storage.network_tensors(network).items()}
-        cases[f"network/{name}"] = Case("network", parameters, {**tensors, "images": images[:1]})
+        shown = images[:1]
+        if kind == "text tower":
+            shown = images[:3]
+            if "padded" in options:
+                # behind the end, at the start, everywhere
+                shown = torch.where(mask[:4], images[:4], -1)
+                shown[1, :2] = shown[3] = -1
+        cases[f"network/{name}"] = Case("network", parameters, {**tensors, "images": shown})
     return cases
 
 
@@ -1214,6 +1381,7 @@ def main() -> None:
             "activations": (activation_cases(), ACTIVATION_NETWORKS),
             "rotary": (rotary_cases(), ROTARY_NETWORKS),
             "norms": (norm_cases(), NORM_NETWORKS),
+            "texts": (text_cases(), TEXT_NETWORKS),
         }
         for file, (cases, models) in layers.items():
             made[file] = cases | (converted_networks(models) if arguments.convert else whole_networks(file, models))

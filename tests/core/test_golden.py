@@ -27,7 +27,7 @@ from qflash.specification.reference import ARITHMETIC_VERSION
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "golden"
 CHECKER = GOLDEN / "checker.py"
-FILES = ("attention", "floats", "networks", "activations", "rotary", "norms")
+FILES = ("attention", "floats", "networks", "activations", "rotary", "norms", "texts")
 
 pytestmark = pytest.mark.skipif(not CHECKER.is_file(), reason="only the repository has the golden vectors")
 
@@ -104,6 +104,7 @@ TRITON = {
     "activations": ("silu/40", "silu/tail", "relu/2000", "linear/silu-extreme", "gated/gelu-int16", "gated/silu-int8"),
     "rotary": ("rotary/all-heads", "rotary/each-head", "rotary/ends", "head-norm/int8"),
     "norms": ("norm/rms-int8-65", "norm/rms-residual-16", "norm/layer-residual-150", "norm/rms-4096", "narrow/int8-14"),
+    "texts": ("text-attention/paper-padding", "text-attention/default-causal", "text-attention/bias"),
 }  # fmt: skip
 """For the interpreter, where a case takes a tenth of a second to one: each of these computes something of its own."""
 
@@ -111,6 +112,7 @@ TRITON = {
 TAKE_BACK_ENDS = (
     "quantize", "quantize_with_scale", "quantize_bias", "attention", "int8_attention", "linear", "linear_gelu",
     "linear_silu", "linear_relu", "gated", "layer_norm", "head_norm", "rotary", "norm", "narrow",
+    "token_embedding", "select_token", "text_attention",
 )  # fmt: skip
 
 
@@ -120,7 +122,7 @@ def test_triton_has_the_committed_bits(name: str) -> None:
     if DEVICE.type == "cpu":
         chosen = {case: cases[case] for case in TRITON[name]}
     else:
-        chosen = {case: about for case, about in cases.items() if about.operation in TAKE_BACK_ENDS}
+        chosen = {case: about for case, about in cases.items() if name == "texts" or about.operation in TAKE_BACK_ENDS}
     require_equal(differing(chosen, "triton", DEVICE), "triton")
 
 
@@ -141,17 +143,17 @@ def test_committed_files_are_those_of_the_script() -> None:
         "activations": (script.activation_cases(), script.ACTIVATION_NETWORKS),
         "rotary": (script.rotary_cases(), script.ROTARY_NETWORKS),
         "norms": (script.norm_cases(), script.NORM_NETWORKS),
+        "texts": (script.text_cases(), script.TEXT_NETWORKS),
     }
     operators = set()
     for file, (cases, models) in layers.items():
         networks = [f"network/{name}" for name in models]
         assert list(cases_of(file)) == [*cases, *networks]
         operators |= {node["operator"] for name in networks for node in cases_of(file)[name].parameters["nodes"]}
-    # it computes no number: tests/network/test_padding.py says which token it takes
-    assert operators == set(OPERATORS) - {"SelectToken"}
+    assert operators == set(OPERATORS)
     operations = {case.operation for name in FILES for case in cases_of(name).values()}
     assert operations == set(script.OPERATIONS)
-    assert sum((GOLDEN / f"{name}.safetensors").stat().st_size for name in FILES) < 1_400_000
+    assert sum((GOLDEN / f"{name}.safetensors").stat().st_size for name in FILES) < 1_500_000
 
 
 def test_checker_agrees_and_needs_nothing_of_the_package() -> None:
@@ -268,6 +270,15 @@ MUTATIONS = [
     ("norms", "saturate(out if residual is None else residual + out, bits)", "saturate(out, bits)"),
     ("norms", "rescale(h.astype(np.int64), left, b, R)", "rescale(h.astype(np.int64) + b, left, 0 * b, R)"),
     ("networks", "for column in (0, 1) for row in (0, 1)", "for row in (0, 1) for column in (0, 1)"),
+    ("texts", "np.maximum(ids, 0) if padded", "np.abs(ids) % len(table) if padded"),
+    ("texts", "positions[: ids.shape[1]]", "positions[-ids.shape[1] :]"),
+    ("texts", "saturate(rows + positions", "saturate(rows + 0 * positions"),
+    ("texts", "if is_it), 0)", "if is_it), len(row) - 1)"),
+    ("texts", "for t, is_it in enumerate(row)", "for t, is_it in reversed([*enumerate(row)])"),
+    ("texts", "(ids >= 0)[:, None, None, :", "(ids > -2)[:, None, None, :"),
+    ("texts", "query[:, :, : first or tokens]", "query[:, :, -(first or tokens) :]"),
+    ("texts", 'sizes.get("causal", False)', "False"),
+    ("texts", "*parts, ids = parts", "*parts, _ = parts"),
 ]
 """A file, and a line of the checker with an error in it."""
 

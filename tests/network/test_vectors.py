@@ -24,7 +24,7 @@ from qflash.specification import layers as op
 from small_networks import build, draw
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[2] / "golden"
-FILES = ("attention", "floats", "networks", "activations", "rotary", "norms")
+FILES = ("attention", "floats", "networks", "activations", "rotary", "norms", "texts")
 pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason="only the repository has the golden vectors")
 
 
@@ -146,7 +146,7 @@ def test_every_golden_operation_with_steps_is_traced(tmp_path: pathlib.Path) -> 
     assert without == {
         "score_multiplier", "column_multiplier", "exponential", "reciprocal", "output_ratio", "multiply_add", "quantize",
         "quantize_with_scale", "quantize_bias", "inverse_root", "row_constants", "patches", "windows", "First", "Join", "Widen",
-        "Tokens",
+        "Tokens", "token_embedding", "select_token", "SelectToken",
     }  # fmt: skip
 
 

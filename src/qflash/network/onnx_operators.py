@@ -292,7 +292,7 @@ def _scores(
         honest = graph.minimum(products, ends)
     elif visible is not None:
         # below every score; a difference from it may wrap, and is not used
-        honest = graph.node("Where", visible, products, graph.constant(-(1 << 30), np.int32), dtype=np.int32)
+        honest = graph.node("Where", visible, products, graph.constant(fp.BIAS_MASKED, np.int32), dtype=np.int32)
     most = graph.add(graph.row_maximum(honest), graph.constant(start, np.int32, "start"))
     t = graph.subtract(most, products)
     if visible is not None and isinstance(graph, NarrowGraph):

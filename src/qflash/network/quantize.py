@@ -53,8 +53,13 @@ def _check_weights(model: nn.Module) -> None:
     for name, x in (*model.named_parameters(), *model.named_buffers()):
         if x.is_meta:
             raise ValueError(f"model must have weights, {name} is on the meta device, without values")
+        if not x.is_floating_point():
+            continue
         # detached, since a model that is made in inference mode may not be asked for gradients
-        if x.is_floating_point() and not bool(x.detach().isfinite().all()):
+        values = x.detach()
+        # a mask of attention, which a model may keep as a buffer, hides keys by -inf
+        usable = values.isfinite() if isinstance(x, nn.Parameter) else values.isfinite() | values.isneginf()
+        if not bool(usable.all()):
             raise ValueError(f"model must have finite weights, NaN or infinity is in {name}")
 
 

@@ -28,7 +28,7 @@ from ..specification.rotary import rotary
 from . import storage
 from .graph import IMAGES, IntegerNetwork, check_integer
 from .inputs import check_input, takes_ids
-from .modules import DTYPES
+from .modules import DTYPES, Attention
 from .onnx_check import self_test_ids, self_test_images
 
 FORMATS = ("hex", "npy", "c")
@@ -166,6 +166,24 @@ def _narrow(p: dict[str, Any], x: Tensors) -> torch.Tensor:
     return torch.ops.qflash.integer_narrow(x["h"], *constants, DTYPES[p["output"]], "reference")
 
 
+def _text_attention(p: dict[str, Any], x: Tensors) -> torch.Tensor:
+    bias, ids = x.get("bias"), x.get("ids")
+    module = Attention(
+        p["heads"], p["head_dim"], p["scale"], Recipe(**p["recipe"]).key, None if bias is None else bias.shape,
+        first=p["first"], padded=ids is not None, causal=p["causal"],
+    )  # fmt: skip
+    for name in ("query_scale", "key_scale", "value_scale", "output_scale"):
+        module.get_buffer(name).copy_(x[name].view(torch.int32))
+    if bias is not None:
+        module.get_buffer("bias").copy_(bias)
+    return module(x["x"], *(() if ids is None else (ids,)), backend="reference")
+
+
+def _token_embedding(p: dict[str, Any], x: Tensors) -> torch.Tensor:
+    ids, position = x["ids"].clamp(min=0) if p["padded"] else x["ids"], x.get("position")
+    return op.embed_tokens(ids, x["table"], None if position is None else position[: ids.shape[1]])
+
+
 def _mean(p: dict[str, Any], x: Tensors) -> torch.Tensor:
     return op.token_mean(x["h"], x["multiplier"], p["left"], x["offset"], DTYPES[p["output"]])
 
@@ -190,6 +208,8 @@ _TRACED: dict[str, tuple[str, Callable[[dict[str, Any], Tensors], torch.Tensor]]
     "normalise": ("N", lambda p, x: op.normalise(x["h"], p["epsilon"]).to(torch.int32)),
     "mean": ("output", _mean),
     "patch_merging": ("output", _patch_merging),
+    "text_attention": ("output", _text_attention),
+    "token_embedding": ("output", _token_embedding),
 }
 """By golden operation, its output and what computes it. The others are steps themselves, and have none inside."""
 

@@ -324,16 +324,21 @@ def narrow(
     return saturate(rescale(h, left, offset, multiplier, check), dtype, check)
 
 
-def embed_tokens(ids: torch.Tensor, table: torch.Tensor, position: torch.Tensor | None) -> torch.Tensor:
+def embed_tokens(
+    ids: torch.Tensor, table: torch.Tensor, position: torch.Tensor | None, check: Checker = _UNCHECKED
+) -> torch.Tensor:
     """Return ``sat16(table[ids] + position)``, int16 (batch, tokens, channels).
 
     Args:
         ids: int32 or int64 (batch, tokens), below the table's rows.
         table: int16 (vocabulary, channels).
         position: int16 (tokens, channels), or None.
+        check: for the bound.
     """
     h = table.index_select(0, ids.flatten()).view(*ids.shape, table.shape[1])
-    return h if position is None else saturate(h.to(torch.int32) + position, torch.int16)
+    if position is None:
+        return h
+    return saturate(check("table + position", h.to(torch.int32) + position, -(1 << 16), (1 << 16) - 2), torch.int16, check)
 
 
 def token_mean(

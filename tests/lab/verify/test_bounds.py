@@ -50,7 +50,7 @@ def test_the_bounds_of_the_documents() -> None:
     """Docs/algorithm.md, Overflow, and docs/integer_network.md."""
 
     def at(step: str, name: str) -> Interval:
-        of_networks = step in ("linear", "GELU", "SiLU", "gated", "norm", "rotary")
+        of_networks = step in ("linear", "GELU", "SiLU", "gated", "norm", "rotary", "embedding")
         return (network_bounds() if of_networks else attention_bounds())[step, name].range
 
     assert at("2", "S") == (-127 * 128 * 512, 2**23)
@@ -98,6 +98,8 @@ def test_the_bounds_of_the_documents() -> None:
     assert at("rotary", "a cos - b sin + B").magnitude == 2**31 - 1
     assert at("rotary", "mul(a cos - b sin + B, R, 32)").magnitude <= 2**30
     assert at("norm", "N").magnitude < 2**26 + 4
+    assert at("embedding", "table + position") == (-(2**16), 2**16 - 2)
+    assert at("3", "S · M of a visible key").low > -(2**30)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +109,7 @@ def test_the_bounds_of_the_documents() -> None:
         (fp, "SECTION_KEYS", 2, "O|l"),
         (fp, "MAX_KEYS", 4, "8 · Σ V"),
         (fp, "BIAS_LIMIT", 4, "an honest score"),
+        (fp, "BIAS_MASKED", 0.75, "a visible key"),
         (fp, "RECIPROCAL_START", 2, "x at the start"),
         (op, "ROOT_START", 2, "x before step 1"),
         (op, "MAX_CHANNELS", 2, "Σ p²|Σ p q|Σ q²|V"),
@@ -323,7 +326,11 @@ def test_layers_at_their_ends_stay_inside() -> None:
     for epsilon in (0, op.MAX_EPSILON - 1):
         op.layer_norm(lonely, epsilon, gain, offset, 29, torch.int8, check, centred=False)  # type: ignore[arg-type]
     op.narrow(lonely[:1, :1], gain[:1], 15, torch.full((1,), -(1 << 30), dtype=torch.int32), check=check)  # type: ignore[arg-type]
+    corners = torch.tensor([[-32768], [32767]], dtype=torch.int16)
+    for places in (corners, corners.flip(0)):
+        op.embed_tokens(torch.tensor([[0, 1]]), corners, places, check)  # type: ignore[arg-type]
     limits = {
+        "table + position": ("embedding", "table + position"),
         "GELU: z": ("GELU", "z"),
         "f M + B": ("GELU", "g · M + B"),
         "gated: u": ("gated", "u = mul(gate, A, 28)"),

@@ -234,6 +234,9 @@ def walk_scores(walk: Walk, head_dim: int) -> None:
             _walk_bias(walk, wide, "one key scale", case, exponent)
         else:
             exponent(walk("2", "(m - S) · M", deficit * multiplier, "int32", case))
+            # in ONNX a hidden key has BIAS_MASKED in the place of this
+            seen = walk("3", "S · M of a visible key", score * multiplier, "int32", case)
+            assert seen.low > fp.BIAS_MASKED, "a visible key would be taken for a hidden one"
     column_bits = fp.column_bits(d)
     column = walk("2", "A", Interval(0, _integers.round_shift((1 << 24) - 1, 24 - column_bits)), "int32", case)
     y = walk("2", "y = S · A", score * column, "int32", case)
@@ -245,7 +248,7 @@ def walk_scores(walk: Walk, head_dim: int) -> None:
 def _walk_bias(walk: Walk, wide: Interval, way: str, case: str, exponent: Callable[[Interval, int], None]) -> None:
     bias = around(fp.BIAS_LIMIT)
     z = walk("2", f"z, {way}", wide + bias, "int32", case)
-    assert z.magnitude < fp.BIAS_EVEN, "an honest score would be taken for a mark"
+    assert z.low > fp.BIAS_MASKED and z.high < fp.BIAS_EVEN, "an honest score would be taken for a mark"
     # a mark that is a row's maximum is above all honest scores; a masked key's exponent is not used
     most = Interval(z.low, max(z.high, fp.SCORE_POISON, fp.BIAS_EVEN))
     exponent(Interval(0, walk("2", f"m - z, {way}", most - z, "int32", case).high), fp.BIAS_FRACTION_BITS)
@@ -590,6 +593,12 @@ def walk_narrow(walk: Walk) -> None:
     walk("narrow", "mul(…, R, 32)", rounded_product(sums, Interval(0, op.INT32[1]), 32), "int32", "every left")
 
 
+def walk_embedding(walk: Walk) -> None:
+    """Embeddings of ids: a row of the table and one of the positions."""
+    int16 = Interval(*op.INT16)
+    walk("embedding", "table + position", int16 + int16, "int32", "every id")
+
+
 def _inverse_root(v: Interval) -> dict[str, Interval]:
     """Return the quantities of :func:`qflash.specification.layers.inverse_root`."""
     found = {"v": v}
@@ -618,6 +627,7 @@ def walk_network() -> Walk:
     walk_rotary(walk)
     walk_rms_norm(walk)
     walk_narrow(walk)
+    walk_embedding(walk)
     return walk
 
 

@@ -429,9 +429,16 @@ class Lowering:
             return  # of query or key, which attention takes
         if self.is_branch(operation):
             return  # which the sum adds
-        if kinds & {"norm", "add"}:
+        if kinds & {"norm", "add"} or any(self.takes_stream(user, place) for user, place in self.users[id(operation)]):
             self.stream_norm(operation)
         # else where it is used: linear layers, means and outputs choose its grid
+
+    def takes_stream(self, user: Operation, place: int) -> bool:
+        """Tell whether an operation takes a normalisation as a stream: several tokens as one row, or a mean to normalise."""
+        if user.kind == "linear":
+            rows = rows_of(user.inputs[place], user)
+            return rows.table.shape[1] > 1 and rows.has_all_columns
+        return user.kind == "mean" and self.kinds_behind(user) == {"norm"}
 
     def is_branch(self, operation: Operation) -> bool:
         """Tell whether an operation is a normalisation between a linear layer and the sum of a residual connection."""
@@ -789,7 +796,7 @@ class Lowering:
                   for kind in self.kinds_behind(user)}  # fmt: skip
         if kinds <= {"norm", "attention", "rotary"} and behind and behind <= {"attention", "rotary"}:
             return
-        if not kinds <= {"norm", "add", "linear", "output"} or kinds == {"linear"}:
+        if not kinds <= {"norm", "add", "linear", "mean", "output"} or kinds == {"linear"}:
             raise _refuse(operation, f"it stands before {', '.join(sorted(kinds)) or 'nothing'}")
         self.begin_stream(operation)
 

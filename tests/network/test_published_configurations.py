@@ -110,7 +110,8 @@ def same_bits(network: Any, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
 )
 def test_the_command_converts_it(name: str, size: int | None, tmp_path: Path, record_property: Record) -> None:
     """Bits of the reference, the C kernels and onnxruntime agree. By their names none is in the part that always runs."""
-    side = size or side_of(write_folder(name, tmp_path))
+    kept = write_folder(name, tmp_path)
+    side = size or side_of(kept)
     np.save(tmp_path / "images.npy", draw_images(10, 3, side).numpy())
     file, exported = tmp_path / "network.qf", tmp_path / "network.onnx"
     words = ["convert", str(tmp_path), str(tmp_path / "images.npy"), "-o", str(file), "--onnx", str(exported)]

@@ -335,6 +335,7 @@ ALTERED: dict[str, tuple[str, Callable[[Any], None], str]] = {
         put("patch_embed.proj", lambda x: nn.Conv2d(3, 48, 12, 8, 2)),
         r"convolution with padding, dilation or groups in patch_embed.proj",
     ),
+    "stem: pixels left over": ("vit", put("patch_embed.proj", lambda x: nn.Conv2d(3, 48, 7, 7)), RIGHT),
     "stem: dilated": (
         "vit",
         put("patch_embed.proj", lambda x: nn.Conv2d(3, 48, 4, 8, dilation=2)),

@@ -385,8 +385,8 @@ class Lowering:
     def patch_size(self, operation: Operation) -> tuple[tuple[int, int], torch.Tensor | None]:
         """Return the (height, width) of patches that a linear layer takes, and the order of its inputs.
 
-        Patches cut the image without overlap or rest. The order says which of the layer's inputs is each pixel of (channels,
-        height, width); None where they lie so.
+        Patches cut the image without overlap; pixels behind the last whole patch are left out. The order says which of the
+        layer's inputs is each pixel of (channels, height, width); None where they lie so.
         """
         view = operation.inputs[0]
         channels, height, width = self.image[:3]
@@ -395,9 +395,9 @@ class Lowering:
         one = places[: len(places) // BATCH].reshape(-1, places.shape[-1])
         for high in range(1, height + 1):
             area = places.shape[-1] // channels
-            if height % high or area % high or area * channels != places.shape[-1] or width % (area // high):
-                continue
             wide = area // high
+            if wide * high * channels != places.shape[-1] or (height // high) * (width // max(wide, 1)) != len(one):
+                continue
             cut = pixels.unfold(2, high, high).unfold(3, wide, wide).permute(0, 2, 3, 1, 4, 5).reshape(-1, places.shape[-1])
             if torch.equal(cut, one):
                 return (high, wide), None

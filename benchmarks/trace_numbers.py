@@ -37,6 +37,7 @@ import ladder
 import openvino_networks
 import pages
 import performance_tables
+import published_configurations
 import reproduction_tables
 import static_attention
 
@@ -49,8 +50,8 @@ ROOT = HERE.parent
 NOTEBOOK = HERE / "archive" / "experiments.md"
 PAGES = (*pages.PAGES, NOTEBOOK)
 MAKERS = (
-    accuracy, evaluate_models, integer_networks, ladder, openvino_networks, performance_tables, reproduction_tables,
-    static_attention, survey_models, survey_networks,
+    accuracy, evaluate_models, integer_networks, ladder, openvino_networks, performance_tables, published_configurations,
+    reproduction_tables, static_attention, survey_models, survey_networks,
 )  # fmt: skip
 
 _NUMBER = re.compile(r"(?<![\w.^/\u00d7\u2013-])[-+\u2212]?\d+(?:\.\d+)?(?:e[-+]\d+)?(?![\w^\u00d7]|\.\d)")

@@ -133,14 +133,18 @@ def options_of(name: str) -> tuple[dict[str, Any], int, nn.Module]:
 
 
 def sides_of(model: Any, usual: int, has_stages: bool) -> list[int]:
-    """Return sides of images to try, smaller than the usual one: four patches, or two windows in the second stage."""
+    """Return sides of images to try, smaller than the usual one: four patches, or two windows in the second stage.
+
+    Six patches where the model joins blocks of three by three tokens.
+    """
     embedding = getattr(model if hasattr(model, "patch_embed") else getattr(model, "encoder", None), "patch_embed", None)
     patch = getattr(embedding, "patch_size", None)
     patch = patch[0] if isinstance(patch, (tuple, list)) else patch
     if not isinstance(patch, int) or hasattr(embedding, "backbone"):
         return []
     windows = [x for x in (getattr(module, "window_size", None) for module in model.modules()) if isinstance(x, tuple)]
-    side = 4 * patch
+    joined = [getattr(x, name, 0) for x in model.modules() for name in ("pooling_kernel_size", "downsample_ratio")]
+    side = (6 if 3 in joined else 4) * patch
     if has_stages:
         if not windows:
             return []

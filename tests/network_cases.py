@@ -237,10 +237,11 @@ def draw_scattered_linear(number: int) -> Layer:
 
 
 def draw_embedding(number: int) -> Layer:
-    """Return a random patch embedding, with and without positions and prefix tokens."""
+    """Return a random patch embedding, with and without positions and prefix tokens, and pixels behind the last patch."""
     chance = random.Random(number)
     size = chance.choice(((1, 1), (2, 3), (4, 4), (7, 7), (16, 16), (14, 14)))
-    shape = chance.randint(0 if number % 8 == 0 else 1, 3), chance.choice((1, 3, 5)), *(chance.randint(1, 3) * s for s in size)
+    sides = [chance.randint(1, 3) * side + number % 2 * chance.randint(0, side - 1) for side in size]
+    shape = chance.randint(0 if number % 8 == 0 else 1, 3), chance.choice((1, 3, 5)), *sides
     images = spread_out(integers(0, 256, shape, torch.uint8, chance), chance.choice(LAYOUTS))
     outputs, inputs = chance.choice((chance.randint(1, 90), 32 * chance.randint(1, 4))), shape[1] * size[0] * size[1]
     patches = (shape[2] // size[0]) * (shape[3] // size[1])

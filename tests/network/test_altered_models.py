@@ -133,6 +133,16 @@ def put(path: str, make: Callable[[Any], Any]) -> Callable[[Any], None]:
     return change
 
 
+def merge(model: Any) -> None:
+    """Give it a linear layer that takes four tokens behind the last normalisation, a mean of these and a normalisation."""
+    model.merge, model.fc_norm = nn.Linear(4 * 48, 48), nn.LayerNorm(48)
+
+    def forward_head(_: Any, x: torch.Tensor) -> Any:
+        return model.head(model.fc_norm(model.merge(x[:, 1:].reshape(-1, 4, 4 * 48)).mean(1)))
+
+    method("", "forward_head", forward_head)(model)
+
+
 def hook(path: str, function: Callable[..., Any], before: bool = False) -> Callable[[Any], None]:
     def change(model: Any) -> None:
         module = model.get_submodule(path)
@@ -325,6 +335,7 @@ ALTERED: dict[str, tuple[str, Callable[[Any], None], str]] = {
         put("patch_embed.proj", lambda x: nn.Conv2d(3, 48, 12, 8, 2)),
         r"convolution with padding, dilation or groups in patch_embed.proj",
     ),
+    "stem: pixels left over": ("vit", put("patch_embed.proj", lambda x: nn.Conv2d(3, 48, 7, 7)), RIGHT),
     "stem: dilated": (
         "vit",
         put("patch_embed.proj", lambda x: nn.Conv2d(3, 48, 4, 8, dilation=2)),
@@ -366,6 +377,12 @@ ALTERED: dict[str, tuple[str, Callable[[Any], None], str]] = {
     ),
     "forward: features": ("vit", method("", "forward_head", lambda old, x: x[:, 0]), RIGHT),
     "pool: replaced": ("vit", method("", "pool", lambda old, x: x[:, 1:].mean(1)), RIGHT),
+    "pool: a norm behind the mean of a norm": (
+        "vit",
+        method("", "pool", lambda old, x: F.layer_norm(x[:, 1:].mean(1), (48,))),
+        RIGHT,
+    ),
+    "pool: four tokens of a norm in a row": ("vit", merge, RIGHT),
     "blocks: shared": ("vit", share, RIGHT),
     "blocks: shared and repeated": ("vit", repeat, RIGHT),
     "blocks: hooked before": (
@@ -415,7 +432,7 @@ ALTERED: dict[str, tuple[str, Callable[[Any], None], str]] = {
     "swin head: cosine": (
         "swin",
         put("head.fc", lambda x: Cosine(32, 10)),
-        r"mean of head\.\S* has no integer form: it stands before norm",
+        RIGHT,
     ),
     "swin head: drop": ("swin", put("head.drop", lambda x: nn.Linear(32, 32)), RIGHT),
     "swin head: subclass": ("swin", become(type("Mine", (timm.layers.ClassifierHead,), {}), "head"), RIGHT),

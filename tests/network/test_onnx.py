@@ -39,7 +39,7 @@ from qflash.network.modules import (
 from qflash.network.onnx_check import check_onnx
 from qflash.specification import layers as op
 from qflash.specification.reference import ARITHMETIC_VERSION
-from small_networks import KINDS, draw
+from small_networks import KINDS, build, draw
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -465,6 +465,23 @@ def wide_network() -> Any:
     for name in ("query", "key", "value", "output"):
         getattr(network.part("core"), f"{name}_scale").fill_(torch.tensor(0.01).view(torch.int32).item())
     return network
+
+
+def test_pixels_behind_the_last_whole_patch_are_left_out(tmp_path: pathlib.Path) -> None:
+    """As SigLIP's so400m leaves 6 of 384 pixels: in ONNX, in floating point, and in a forward pass as one call."""
+    model = build("vit", num_classes=10)
+    model.patch_embed.proj = torch.nn.Conv2d(3, 48, 7, 7)
+    images = draw(model, 16)
+    for options, kept in (({}, ()), ({"int64": False}, ()), ({}, ("patch_embed.proj",))):
+        network = qflash.quantize_model(model, [images], progress=False, keep_float=kept)
+        assert not network(images[:2]).equal(network(images[:2].flip(3)))
+        blank = images[:2].clone()
+        blank[..., 28:], blank[..., 28:, :] = 0, 255
+        assert torch.equal(network(blank), network(images[:2]))
+        network.export_onnx(tmp_path / "network.onnx", **options)
+        assert {outcome.problem for outcome in check_onnx(tmp_path / "network.onnx", ["onnxruntime"])} == {None}
+        if not kept:
+            assert torch.equal(network.graph(2)(images[:2]), network(images[:2]))
 
 
 def test_weights_are_stored_as_int8(tmp_path: pathlib.Path) -> None:

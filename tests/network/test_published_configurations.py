@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("timm")
 pytest.importorskip("onnxruntime")
 
+Record = Callable[[str, object], None]
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "configurations"
 SIZES: dict[str, tuple[int | None, ...]] = {
     "clip-vit-base-patch32": (None,),
     "clip-vit-large-patch14": (None,),
     "deit-base-distilled-patch16-224": (None,),
-    "dinov2-base": (224, None),
-    "dinov2-with-registers-base": (224, None),
+    "dinov2-base": (None, 518),
+    "dinov2-with-registers-base": (None, 518),
     "dinov3-vitb16": (None,),
     "eva02_base_patch14_448": (224, None),
     "siglip-base-patch16-224": (None,),
@@ -36,8 +38,8 @@ SIZES: dict[str, tuple[int | None, ...]] = {
     "swinv2-tiny-patch4-window8-256": (None,),
     "vit-base-patch16-224": (None,),
 }
-"""Pixels of a side that each is converted for; None for those of its configuration."""
-TEXTS = ("all-minilm-l6-v2",)
+"""Pixels of a side that each is converted for; None for those that its processor or ``pretrained_cfg`` says."""
+TEXTS = ("all-minilm-l6-v2", "clip-vit-base-patch32", "clip-vit-large-patch14")
 
 
 def shortened(config: dict[str, Any]) -> dict[str, Any]:
@@ -70,6 +72,21 @@ def test_every_configuration_is_tested_and_names_its_source() -> None:
     assert all(len(each["source"]) > 40 and each["config"] for each in kept.values())
 
 
+def side_of(kept: dict[str, Any]) -> int:
+    """Return the pixels of a side that a model's processor, or timm's configuration, makes of an image."""
+    if "preprocessor_config" not in kept:
+        return int(kept["config"]["pretrained_cfg"]["input_size"][-1])
+    processor = kept["preprocessor_config"]
+    return int(processor.get("crop_size", processor["size"])["height"])
+
+
+def record(record_property: Record, report: dict[str, Any], network: Any, file: Path, exported: Path) -> None:
+    """Note what a conversion gave; pytest writes it to the file of ``--junitxml``."""
+    outputs = {name: row["sqnr_db"] for name, row in report["outputs"].items()}
+    sizes = {"input": list(network.image), "file_bytes": file.stat().st_size, "onnx_bytes": exported.stat().st_size}
+    record_property("report", json.dumps({"sqnr_db": outputs, "float_mb": report["float_weights_mb"], **sizes}))
+
+
 def same_bits(network: Any, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return a network's outputs, which the reference, the C kernels and a GPU, where there is one, must agree on."""
     found = {}
@@ -98,11 +115,10 @@ def same_bits(network: Any, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         for size in sizes
     ],
 )
-def test_the_command_converts_it(name: str, size: int | None, tmp_path: Path) -> None:
+def test_the_command_converts_it(name: str, size: int | None, tmp_path: Path, record_property: Record) -> None:
     """Bits of the reference, the C kernels and onnxruntime agree. By their names none is in the part that always runs."""
-    config = write_folder(name, tmp_path)["config"]
-    config = config.get("pretrained_cfg") or config.get("vision_config") or config
-    side = size or (config["input_size"][-1] if "input_size" in config else config["image_size"])
+    kept = write_folder(name, tmp_path)
+    side = size or side_of(kept)
     np.save(tmp_path / "images.npy", draw_images(10, 3, side).numpy())
     file, exported = tmp_path / "network.qf", tmp_path / "network.onnx"
     words = ["convert", str(tmp_path), str(tmp_path / "images.npy"), "-o", str(file), "--onnx", str(exported)]
@@ -116,21 +132,49 @@ def test_the_command_converts_it(name: str, size: int | None, tmp_path: Path) ->
     same_bits(network, draw_images(1, 3, side, 5))
     # the file holds what the C kernels made of images of its own
     assert {outcome.problem for outcome in check_onnx(exported, ["onnxruntime"])} == {None}
+    record(record_property, report, network, file, exported)
+
+
+def draw_texts(count: int, tokens: int, vocabulary: int, end: int | None) -> dict[str, torch.Tensor]:
+    """Return ids and mask as a tokeniser pads them; texts end with ``end`` if there is one."""
+    generator = torch.Generator().manual_seed(1)
+    # the largest ids are those of a tokeniser's own
+    ids = torch.randint(0, vocabulary - 2, (count, tokens), generator=generator)
+    last = torch.randint(3, tokens, (count, 1), generator=generator)
+    places = torch.arange(tokens)
+    if end is not None:
+        ids = torch.where(places == last, end, ids)
+    return {"input_ids": ids, "attention_mask": (places <= last).long()}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TEXTS)
-def test_an_encoder_of_texts_is_converted_and_all_have_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_an_encoder_of_texts_is_converted_and_all_have_the_same_bits(
+    name: str, tmp_path: Path, record_property: Record
+) -> None:
+    """BERT's layers, and the text towers of CLIP, whose embedding is that of a text's end."""
     write_folder(name, tmp_path)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
-    model = transformers.AutoModel.from_config(config).eval()
-    ids = torch.randint(0, config.vocab_size, (24, 32), generator=torch.Generator().manual_seed(1))
-    network = qflash.quantize_model(model, [ids[:16]], outputs=["last_hidden_state"], progress=False)
-    network.save(tmp_path / "network.qf")
-    loaded = qflash.load_model(tmp_path / "network.qf")
-    made = loaded.dequantize(same_bits(loaded, ids[16:])["last_hidden_state"])
+    is_tower = hasattr(config, "text_config")
+    config = getattr(config, "text_config", config)
+    torch.manual_seed(0)
+    model = (transformers.CLIPTextModelWithProjection if is_tower else transformers.AutoModel.from_config)(config).eval()
+    label, tokens = ("text_embeds", config.max_position_embeddings) if is_tower else ("last_hidden_state", 32)
+    texts = draw_texts(24, tokens, config.vocab_size, config.eos_token_id if is_tower else None)
+    first, others = ({key: x[part] for key, x in texts.items()} for part in (slice(16), slice(16, None)))
+    network = qflash.quantize_model(model, [first], outputs=[label], progress=False)
+    file, exported = tmp_path / "network.qf", tmp_path / "network.onnx"
+    network.save(file)
+    loaded = qflash.load_model(file)
+    made = loaded.dequantize(same_bits(loaded, loaded.prepared(others))[label])
     with torch.inference_mode():
-        hidden = model(ids[16:]).last_hidden_state
-    assert float(10 * (hidden.square().sum() / (made - hidden).square().sum()).log10()) > 20
-    loaded.export_onnx(tmp_path / "network.onnx")
-    assert {outcome.problem for outcome in check_onnx(tmp_path / "network.onnx", ["onnxruntime"])} == {None}
+        exact = model(**others)[label]
+    if not is_tower:
+        made, exact = (x[others["attention_mask"] == 1] for x in (made, exact))
+    sqnr_db = float(10 * (exact.square().sum() / (made - exact).square().sum()).log10())
+    assert sqnr_db > 20
+    loaded.export_onnx(exported)
+    assert {outcome.problem for outcome in check_onnx(exported, ["onnxruntime"])} == {None}
+    weights = round(4e-6 * sum(x.numel() for x in model.parameters()), 3)
+    report = {"outputs": {label: {"sqnr_db": round(sqnr_db, 2)}}, "float_weights_mb": weights}
+    record(record_property, report, loaded, file, exported)

@@ -68,9 +68,8 @@ class _Products(TorchDispatchMode):
             x, weight = args[:2]
             self.linear += math.prod(x.shape[:-1]) * weight.numel() * x.element_size()
         elif packet is torch.ops.qflash.patch_embedding:
-            images, _, weight = args[:3]
-            # every pixel belongs to one patch
-            self.linear += images.numel() * weight.shape[0]
+            images, (high, wide), weight = args[:3]
+            self.linear += len(images) * (images.shape[2] // high) * (images.shape[3] // wide) * weight.numel()
         elif packet is torch.ops.qflash.int8_attention:
             query, _, key, _, value = args[:5]
             pairs = math.prod(query.shape[:3]) * key.shape[2]

@@ -186,9 +186,9 @@ def _check_embedding(
     if len(patch_size) != 2 or min(patch_size) < 1:
         raise ValueError(f"patch_size must be (height, width), at least 1 each, got {tuple(patch_size)}")
     height, width = images.shape[2:] if images.dim() == 4 else (0, 0)
-    if not height or not width or height % patch_size[0] or width % patch_size[1]:
+    if height < patch_size[0] or width < patch_size[1]:
         raise ValueError(
-            f"images must be (batch, channels, height, width) of whole patches of {tuple(patch_size)}, got shape "
+            f"images must be (batch, channels, height, width) of at least one patch of {tuple(patch_size)}, got shape "
             f"{tuple(images.shape)}"
         )
     _check_weight(images, weight, bias, multiplier, left)
@@ -379,7 +379,7 @@ def patch_embedding(
     """Bring images to the residual stream; see :class:`qflash.network.modules.PatchEmbedding`.
 
     Args:
-        images: uint8 (batch, channels, height, width), whole patches.
+        images: uint8 (batch, channels, height, width); pixels behind the last whole patch are not read.
         patch_size: (height, width).
         weight, bias, multiplier, left, backend: see :func:`int8_linear`; an input for each value of a patch.
         position: int16 (1, patches, outputs), or None.

@@ -84,7 +84,7 @@ def _attention(graph: Graph, node: FloatNode, parts: Sequence[Value], shapes: Se
 def _embed(graph: Graph, node: FloatNode, x: Value, shape: Shape) -> Value:
     high, wide = node.inner.patch_size
     channels, rows, columns = shape[1], shape[2] // high, shape[3] // wide
-    x = graph.reshape(x, 0, channels, rows, high, columns, wide)
+    x = graph.reshape(graph.cut_patches(x, shape[1:], high, wide), 0, channels, rows, high, columns, wide)
     x = graph.reshape(graph.transpose(x, 0, 2, 4, 1, 3, 5), 0, rows * columns, channels * high * wide)
     x = graph.node("MatMul", x, _constant(graph, node.weight.mT.contiguous(), "weight"))
     x = graph.node("Add", x, _constant(graph, node.bias, "bias"))

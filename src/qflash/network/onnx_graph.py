@@ -358,6 +358,13 @@ class Graph:
         """Take a stretch of an axis."""
         return self.node("Slice", x, *(self.constant([number], np.int64) for number in (first, last, axis)))
 
+    def cut_patches(self, images: Value, image: Sequence[int], high: int, wide: int) -> Value:
+        """Leave out the pixels of images, (channels, height, width) each, behind the last whole patch."""
+        for axis, size in ((1, high), (2, wide)):
+            if image[axis] % size:
+                images = self.cut(images, 0, image[axis] // size * size, 1 + axis)
+        return images
+
     def take(self, x: Value, order: torch.Tensor) -> Value:
         """Take tokens, axis 1, by their numbers."""
         return self.gather(x, self.constant(order.flatten(), np.int64, "order"), axis=1)

@@ -408,7 +408,7 @@ def _embed(graph: Graph, module: PatchEmbedding, images: Value, image: Sequence[
     """Write a :class:`.modules.PatchEmbedding`; as uint8 with a zero point of 128 pixels stay as they are."""
     high, wide = module.patch_size
     channels, rows, columns = image[0], image[1] // high, image[2] // wide
-    x = graph.reshape(images, 0, channels, rows, high, columns, wide)
+    x = graph.reshape(graph.cut_patches(images, image, high, wide), 0, channels, rows, high, columns, wide)
     x = graph.reshape(graph.transpose(x, 0, 2, 4, 1, 3, 5), 0, rows * columns, channels * high * wide)
     position = None
     if module.position is not None:

@@ -385,8 +385,8 @@ class Lowering:
     def patch_size(self, operation: Operation) -> tuple[tuple[int, int], torch.Tensor | None]:
         """Return the (height, width) of patches that a linear layer takes, and the order of its inputs.
 
-        Patches cut the image without overlap or rest. The order says which of the layer's inputs is each pixel of (channels,
-        height, width); None where they lie so.
+        Patches cut the image without overlap; pixels behind the last whole patch are left out. The order says which of the
+        layer's inputs is each pixel of (channels, height, width); None where they lie so.
         """
         view = operation.inputs[0]
         channels, height, width = self.image[:3]
@@ -395,9 +395,9 @@ class Lowering:
         one = places[: len(places) // BATCH].reshape(-1, places.shape[-1])
         for high in range(1, height + 1):
             area = places.shape[-1] // channels
-            if height % high or area % high or area * channels != places.shape[-1] or width % (area // high):
-                continue
             wide = area // high
+            if wide * high * channels != places.shape[-1] or (height // high) * (width // max(wide, 1)) != len(one):
+                continue
             cut = pixels.unfold(2, high, high).unfold(3, wide, wide).permute(0, 2, 3, 1, 4, 5).reshape(-1, places.shape[-1])
             if torch.equal(cut, one):
                 return (high, wide), None
@@ -429,9 +429,16 @@ class Lowering:
             return  # of query or key, which attention takes
         if self.is_branch(operation):
             return  # which the sum adds
-        if kinds & {"norm", "add"}:
+        if kinds & {"norm", "add"} or any(self.takes_stream(user, place) for user, place in self.users[id(operation)]):
             self.stream_norm(operation)
         # else where it is used: linear layers, means and outputs choose its grid
+
+    def takes_stream(self, user: Operation, place: int) -> bool:
+        """Tell whether an operation takes a normalisation as a stream: several tokens as one row, or a mean to normalise."""
+        if user.kind == "linear":
+            rows = rows_of(user.inputs[place], user)
+            return rows.table.shape[1] > 1 and rows.has_all_columns
+        return user.kind == "mean" and self.kinds_behind(user) == {"norm"}
 
     def is_branch(self, operation: Operation) -> bool:
         """Tell whether an operation is a normalisation between a linear layer and the sum of a residual connection."""
@@ -789,7 +796,7 @@ class Lowering:
                   for kind in self.kinds_behind(user)}  # fmt: skip
         if kinds <= {"norm", "attention", "rotary"} and behind and behind <= {"attention", "rotary"}:
             return
-        if not kinds <= {"norm", "add", "linear", "output"} or kinds == {"linear"}:
+        if not kinds <= {"norm", "add", "linear", "mean", "output"} or kinds == {"linear"}:
             raise _refuse(operation, f"it stands before {', '.join(sorted(kinds)) or 'nothing'}")
         self.begin_stream(operation)
 

@@ -353,6 +353,9 @@ def _embed(graph: Graph, module: PatchEmbedding, images: Value) -> Value:
     pixels = graph.rescale(images, 1 << _UNIT, _UNIT, np.int8, unsigned=True)
     pixels = graph.transpose(pixels, 0, 2, 3, 1)
     rows, columns = pixels.shape[1] // module.patch_size[0], pixels.shape[2] // module.patch_size[1]
+    # pixels behind the last whole patch are left out
+    pixels = graph.cut(pixels, 0, rows * module.patch_size[0], 1)
+    pixels = graph.cut(pixels, 0, columns * module.patch_size[1], 2)
     channels = module.bias.numel()
     position = None if module.position is None else _array(module.position).reshape(1, rows, columns, channels)
     h = graph.reshape(linear(graph, module, pixels, position), batch, 1, rows * columns, channels)

@@ -366,10 +366,14 @@ def pixels_to_int8(images: torch.Tensor) -> torch.Tensor:
 
 
 def patches(images: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-    """Cut uint8 images (batch, channels, height, width) into int8 patches (batch, patches, channels * height * width)."""
+    """Cut uint8 images (batch, channels, height, width) into int8 patches (batch, patches, channels * height * width).
+
+    Pixels behind the last whole patch of a row or a column are left out, as a convolution leaves them.
+    """
     batch, channels, height, width = images.shape
     rows, columns = height // size[0], width // size[1]
-    x = pixels_to_int8(images).reshape(batch, channels, rows, size[0], columns, size[1])
+    whole = images[:, :, : rows * size[0], : columns * size[1]]
+    x = pixels_to_int8(whole).reshape(batch, channels, rows, size[0], columns, size[1])
     return x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 

@@ -238,7 +238,7 @@ def patches_kernel(
     CHANNELS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
     PREFIX: tl.constexpr, OUTPUTS: tl.constexpr, LINES: tl.constexpr, ACROSS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Cut one row of an image's patches, WIDTH by HIGH pixels, into int8 (images, patches, values); prefix tokens go first.
+    """Cut one row of an image's patches, HIGH pixels high, into int8 (images, patches, values); prefix tokens go first.
 
     Images are uint8 (images, CHANNELS, HEIGHT, WIDTH), contiguous; a patch is HIGH by WIDE pixels and its values are ordered by
     channel, row and column. The first PREFIX numbers of an image's output are those of the prefix; the output has OUTPUTS an
@@ -254,7 +254,7 @@ def patches_kernel(
     for start in tl.static_range(0, CHANNELS * HIGH, LINES):
         line = start + tl.arange(0, LINES)
         channel, y = line // HIGH, line % HIGH
-        there = (line < CHANNELS * HIGH)[:, None] & (x < WIDTH)[None, :]
+        there = (line < CHANNELS * HIGH)[:, None] & (x < COLUMNS * WIDE)[None, :]
         pixels = tl.load(images_ptr + (channel * (HEIGHT * WIDTH) + y * WIDTH)[:, None] + x[None, :], mask=there, other=0)
         value = (x // WIDE * VALUES + x % WIDE)[None, :] + (line * WIDE)[:, None]
         tl.store(x_ptr + value, (pixels ^ 128).to(tl.int8, bitcast=True), mask=there)

@@ -182,7 +182,8 @@ class Model:
     def cut_patches(self, images, size):
         images = whole(images)
         batch, channels, height, width = images.shape
-        out = np.empty((batch, height * width // math.prod(size), channels * math.prod(size)), np.int32)
+        patches = (height // size[0]) * (width // size[1])
+        out = np.empty((batch, patches, channels * math.prod(size)), np.int32)
         self.call("patches", images, *images.shape, *size, out)
         return out.astype(np.int64)
 

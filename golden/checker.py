@@ -557,10 +557,10 @@ def linear(x, W, b, R, left, bits=None, residual=None):
 
 
 def cut_patches(images, size):
-    """uint8 (batch, channels, height, width) to int8 (batch, patches, channel × row × column)."""
+    """uint8 (batch, channels, height, width) to int8 (batch, patches, channel × row × column), whole patches."""
     batch, channels, height, width = images.shape
     down, across = size
-    x = images.astype(np.int64) - 128
+    x = images[:, :, : height // down * down, : width // across * across].astype(np.int64) - 128
     x = x.reshape(batch, channels, height // down, down, width // across, across)
     return x.transpose(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * down * across)
 

@@ -355,8 +355,8 @@ const char *reference_patches(
 ) {
     begin();
     for (int64_t image = 0; image < images; image++)
-        for (int64_t top = 0; top < height; top += high)
-            for (int64_t start = 0; start < width; start += wide)
+        for (int64_t top = 0; top + high <= height; top += high)
+            for (int64_t start = 0; start + wide <= width; start += wide)
                 for (int64_t c = 0; c < channels; c++)
                     for (int64_t y = top; y < top + high; y++)
                         for (int64_t x = start; x < start + wide; x++) {

@@ -295,6 +295,7 @@ def reason(text: str) -> str:
     text = re.sub(r" \(File .*\)(?= has no integer form)", "", text)
     text = re.sub(r" in [\w.]+( has no integer form)", r"\1", text)
     text = re.sub(r" of [\w.]+( has no integer form)", r"\1", text)
+    text = re.sub(r"(infinity is in) [\w.]+", r"\1 one", text)
     text = re.sub(r"(what \w+) of [\w.]+ computes", r"\1 computes", text)
     text = text.replace(" has no integer form", "").partition(" (/")[0]
     return re.sub(r"\(?\[?\b\d[\d, .()\[\]]*", "... ", text).strip()[:110].replace("|", "/")
@@ -324,7 +325,7 @@ def tables(data: dict[str, Any]) -> dict[str, str]:
     lines = ["| Module | Taken | Refused | Not run | SQNR, dB |", "|---|---|---|---|---|"]
     for (library, module), results in groups.items():
         values = sorted(x["sqnr_db"] for x in results if "sqnr_db" in x)
-        shown = f"{values[0]:.0f} to {values[-1]:.0f}" if values else ""
+        shown = " to ".join(dict.fromkeys(f"{x:.0f}" for x in (values[:1] + values[-1:])))
         counts = [sum(kind in x for x in results) for kind in ("sqnr_db", "refused", "not_run")]
         lines.append(f"| {f'timm {module}' if module else library} | {' | '.join(map(str, counts))} | {shown} |")
     reasons = ["| Refused for | Names | For example |", "|---|---|---|"]

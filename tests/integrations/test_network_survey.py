@@ -33,7 +33,7 @@ def test_nothing_fails_without_a_message_of_the_package(survey: ModuleType, data
 
 def test_most_of_timm_is_taken(survey: ModuleType, data: dict[str, Any]) -> None:
     results = [result for library, _, result in survey.all_runs(data) if library == "timm"]
-    assert sum("sqnr_db" in result for result in results) >= 270
+    assert sum("sqnr_db" in result for result in results) >= 300
     assert all(result["sqnr_db"] > 20 for result in results if "sqnr_db" in result)
 
 
@@ -56,6 +56,7 @@ def test_the_page_has_the_tables(survey: ModuleType, data: dict[str, Any]) -> No
             "linear of fc has no integer form: it takes what mean of pool.1 computes, not a normalisation",
             "linear: it takes what mean computes, not a normalisation",
         ),
+        ("weights: NaN or infinity is in a.0.input_min", "weights: NaN or infinity is in one"),
         ('mean over dimensions [2] of (2, 3) in a (File "x", line 3) has no integer form', "mean over dimensions ... of ..."),
     ],
 )  # fmt: skip

@@ -304,7 +304,7 @@ class Calibration(fx.Interpreter):
         return None if str(target).endswith("_guards_fn") else super().call_module(target, args, kwargs)
 
     def ranges(self, method: str, percentile: float) -> dict[fx.Node, Range]:
-        """Return what was seen, by a method of :data:`METHODS`. Observers are given up one by one: they take much memory."""
+        """Return what was seen, by :meth:`Observer.range`. Observers are given up one by one: they take much memory."""
         return {node: self.observers.pop(node).range(method, percentile) for node in list(self.observers)}
 
 

@@ -49,11 +49,11 @@ texts = qflash.quantize_model(model, [draw_texts(64)], outputs=text_embeds, prog
 images = qflash.quantize_model(model, [pixels], outputs=image_embeds, mean=MEAN, std=STD, progress=False)
 
 labels, shown = draw_texts(10), torch.randint(0, 256, (16, 3, 32, 32), dtype=torch.uint8)
-normalise = torch.nn.functional.normalize
-scores = normalise(images.dequantize(images(shown))) @ normalise(texts.dequantize(texts(**labels))).T
+both = qflash.zero_shot_model(images, texts, model)
+scores = both(**labels, pixel_values=shown).logits_per_image
 with torch.inference_mode():
     mean, std = (torch.tensor(x).view(3, 1, 1) for x in (MEAN, STD))
-    exact = model(**labels, pixel_values=(shown / 255 - mean) / std).logits_per_image / model.logit_scale.exp()
+    exact = model(**labels, pixel_values=(shown / 255 - mean) / std).logits_per_image
 print(f"texts: {texts.quality}")
 print(f"images: {images.quality}")
 print(f"same class for {int((scores.argmax(1) == exact.argmax(1)).sum())} of {len(shown)} images")

@@ -32,10 +32,12 @@ __all__ = [
     "register_attention",
     "save_model",
     "sdpa",
+    "sentence_transformer",
     "transformers_model",
     "unpatch",
     "varlen_attention",
     "warmup",
+    "zero_shot_model",
 ]
 
 
@@ -62,12 +64,13 @@ if TYPE_CHECKING or not _is_command():
     from .integrations.transformers import register_attention
     from .network.c_export import export_c
     from .network.compare import compare
-    from .network.hugging_face import transformers_model
+    from .network.hugging_face import sentence_transformer, transformers_model
     from .network.onnx_export import export_onnx
     from .network.quantize import quantize_model
     from .network.storage import load_model, save_model
     from .network.tosa_export import export_tosa
     from .network.web_export import export_web
+    from .network.zero_shot import zero_shot_model
     from .precompile import warmup
     from .specification.quantization import QuantizedTensor
     from .specification.recipe import ACCURATE, DEFAULT, PAPER, Recipe

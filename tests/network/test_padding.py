@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from qflash.network.operators.select_token import SelectToken
 from qflash.network.operators.token_embedding import TokenEmbedding
 from qflash.network.outputs import takes_mask
 from qflash.network.quality import sqnr_db
+from qflash.network.quantize import _check_weights
 from qflash.specification.texts import place_of, with_padding
 
 transformers = pytest.importorskip("transformers")
@@ -338,6 +340,22 @@ def test_what_is_refused(bert: Made, clip: Made, tmp_path: Path, monkeypatch: py
     for each in (network, clip[1]):
         with pytest.raises(ValueError, match="has no form in TOSA"):
             each.export_tosa(tmp_path / "network.tosa")
+
+
+def test_a_mask_may_be_a_buffer_and_nothing_else_infinite() -> None:
+    """As in open_clip's text tower."""
+    mask = torch.full((2, 2), -math.inf).triu(1)
+    for name, other in (("mask", mask), ("nan", mask * math.nan), ("above", -mask), ("weight", None)):
+        model = torch.nn.Linear(2, 2).eval()
+        if other is None:
+            model.weight.data[0] = -math.inf
+        else:
+            model.register_buffer(name, other)
+        if name == "mask":
+            _check_weights(model)
+            continue
+        with pytest.raises(ValueError, match=f"model must have finite weights, NaN or infinity is in {name}"):
+            _check_weights(model)
 
 
 @pytest.mark.parametrize("sizes", [{"tokens": 4}, {"queries": 2}, {"causal": True, "bias": [1, 2, 4, 4]}])

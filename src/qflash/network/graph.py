@@ -487,14 +487,18 @@ class IntegerNetwork(IntegerModule):
         return dequantized(output, self.output_scale)
 
 
-def check_network(network: object) -> None:
+def check_network(network: object, name: str = "network") -> None:
     """Require an integer network.
+
+    Args:
+        network: to look at.
+        name: of the argument.
 
     Raises:
         TypeError: ``network`` is something else.
     """
     if not isinstance(network, IntegerNetwork):
-        raise TypeError(f"network must be what quantize_model returns, got {type(network).__name__}")
+        raise TypeError(f"{name} must be what quantize_model returns, got {type(network).__name__}")
 
 
 def check_integer(network: IntegerNetwork) -> None:

@@ -1,4 +1,7 @@
-"""An integer network as a model of transformers, which this module imports; see :func:`.hugging_face.transformers_model`."""
+"""Integer networks as models of transformers, which this module imports.
+
+See :func:`.hugging_face.transformers_model` and :func:`.zero_shot.zero_shot_model`.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from transformers.utils import ModelOutput
 from .graph import IntegerNetwork
 from .inputs import takes_ids
 from .outputs import FEATURES, HIDDEN_STATES, LOGITS, TOKENS
+from .towers import embeddings
 
 _FIELDS = {
     LOGITS: "logits", "output": "logits", TOKENS: "last_hidden_state", "last_hidden_state": "last_hidden_state",
@@ -37,6 +41,11 @@ class IntegerOutput(ModelOutput):
     text_embeds: torch.Tensor | None = None
     logits: torch.Tensor | None = None
     hidden_states: tuple[torch.Tensor, ...] | None = None
+
+
+def _asked(options: dict[str, Any]) -> list[str]:
+    """Return the names of options that ask for something: of tensors, and of what is neither None nor False."""
+    return [name for name, value in options.items() if isinstance(value, torch.Tensor) or value]
 
 
 class IntegerModel(PreTrainedModel):
@@ -92,7 +101,7 @@ class IntegerModel(PreTrainedModel):
             TypeError, ValueError: images or texts are of another type or size, or an option asks for something else.
         """
         hidden = any(name.startswith(HIDDEN_STATES) for name in self.network.outputs)
-        asked = [name for name, value in options.items() if value and not (name == "output_hidden_states" and hidden)]
+        asked = [name for name in _asked(options) if not (name == "output_hidden_states" and hidden)]
         if asked:
             raise ValueError(
                 f"the integer network does not know {', '.join(asked)}; quantize_model(outputs=) says what it gives"
@@ -121,3 +130,87 @@ class IntegerModel(PreTrainedModel):
             TypeError: always.
         """
         raise TypeError("an integer network is saved with model.network.save(path), and loaded with qflash.load_model")
+
+
+@dataclasses.dataclass
+class IntegerSimilarity(ModelOutput):
+    """How alike images and texts are, float32.
+
+    Attributes:
+        logits_per_image: (images, texts).
+        logits_per_text: (texts, images).
+        text_embeds, image_embeds: (batch, channels), of length 1.
+    """
+
+    logits_per_image: torch.Tensor | None = None
+    logits_per_text: torch.Tensor | None = None
+    text_embeds: torch.Tensor | None = None
+    image_embeds: torch.Tensor | None = None
+
+
+class IntegerTowers(PreTrainedModel):
+    """Runs two integer networks where transformers runs a CLIP or a SigLIP.
+
+    Attributes:
+        images, texts: the networks.
+        logit_scale: of the float model.
+        logit_bias: the same, 0 where it has none.
+    """
+
+    config_class = PretrainedConfig
+    main_input_name = "pixel_values"
+    _supports_sdpa = _supports_flash_attn = _supports_flash_attn_2 = _supports_flex_attn = _supports_attention_backend = True
+    logit_scale: torch.Tensor
+    logit_bias: torch.Tensor
+
+    def __init__(self, images: IntegerNetwork, texts: IntegerNetwork, like: Any) -> None:
+        super().__init__(like.config)
+        self.images, self.texts = images, texts
+        self.register_buffer("logit_scale", like.logit_scale.detach().float().clone())
+        bias = getattr(like, "logit_bias", None)
+        self.register_buffer("logit_bias", torch.zeros(1) if bias is None else bias.detach().float().clone())
+        self.eval()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of outputs."""
+        return torch.float32
+
+    @property
+    def device(self) -> torch.device:
+        """Of the networks."""
+        return self.logit_scale.device
+
+    def forward(
+        self, input_ids: torch.Tensor | None = None, pixel_values: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None, *, token_type_ids: torch.Tensor | None = None,
+        return_dict: bool | None = None, **options: Any,
+    ) -> Any:  # fmt: skip
+        """Return similarities of all images and texts.
+
+        Args:
+            input_ids, attention_mask, token_type_ids: of texts, see :meth:`.graph.IntegerNetwork.forward`.
+            pixel_values: uint8 (batch, channels, height, width).
+            return_dict: False for a tuple.
+            options: of other models of transformers, which must not ask for anything.
+
+        Raises:
+            TypeError, ValueError: images or texts are of another type or size, or an option asks for something else.
+        """
+        if asked := _asked(options):
+            raise ValueError(f"the integer networks do not know {', '.join(asked)}")
+        if pixel_values is None:
+            raise TypeError("pixel_values must be given, uint8 (batch, channels, height, width)")
+        ids = self.texts.prepared(None, input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids)
+        images, texts = embeddings(self.images, pixel_values), embeddings(self.texts, ids)
+        logits = texts @ images.T * self.logit_scale.exp() + self.logit_bias
+        made = IntegerSimilarity(logits.T, logits, texts, images)
+        return made.to_tuple() if return_dict is False else made
+
+    def save_pretrained(self, *args: Any, **options: Any) -> None:
+        """Raise: networks have files of their own.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError("integer networks are saved with model.images.save(path) and model.texts.save(path)")

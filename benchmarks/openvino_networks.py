@@ -43,7 +43,11 @@ from qflash_lab.bench.models import load
 from qflash_lab.bench.tables import Column, names
 
 RESULTS = declared.RESULTS / "openvino_cpu.json"
-MODELS = ("DeiT-S", "Swin-T", "DeiT-B")
+TIMM = {
+    "ViT-B": "vit_base_patch16_224", "SigLIP-B": "vit_base_patch16_siglip_224", "DINOv2-S 518 px": "vit_small_patch14_dinov2",
+}  # fmt: skip
+"""Models by timm's names, which the lab has no names for."""
+MODELS = ("DeiT-S", "Swin-T", "DeiT-B", *TIMM)
 BATCHES = (1, 8)
 OURS = "QFlash"
 OPENVINO = {"OpenVINO": None, "NNCF int8, rest float32": "f32", "NNCF int8, rest bfloat16": "bf16"}
@@ -96,7 +100,7 @@ def openvino_runs(model: nn.Module, images: torch.Tensor, calibration: torch.Ten
 @functools.cache
 def quantised(name: str) -> tuple[nn.Module, torch.Tensor, Any]:
     """Return a model, uint8 images that calibrate it, and the network in integers."""
-    model, size = load(name)
+    model, size = load(TIMM.get(name, name))
     config: Any = model.pretrained_cfg
     calibration = integer_models.draw_pixels(16, size, 0)
     network = qflash.quantize_model(model, calibration.split(4), mean=config["mean"], std=config["std"], min_sqnr=None)

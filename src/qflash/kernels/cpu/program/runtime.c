@@ -1,4 +1,10 @@
 /* Reads and runs what qflash.export_c writes: see qflash_network.h. network/c_export.py writes the file, and says what is in it. */
+#ifdef __linux__
+#define _DEFAULT_SOURCE /* madvise */
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
 #include "qflash_network.h"
 
 #include <stdio.h>
@@ -123,8 +129,39 @@ static int read_calls(
     return QFLASH_OK;
 }
 
-/* Packs the weights of linear layers for this CPU, those of several calls once. */
-static int pack_weights(qflash_network *x, const int64_t *numbers, const int64_t *pointer_words) {
+/* Gives whole pages of memory of malloc back that nothing reads any more. */
+static void give_back(char *from, int64_t bytes) {
+#ifdef __linux__
+    const intptr_t page = sysconf(_SC_PAGESIZE), begin = ((intptr_t)from + page - 1) / page * page;
+    const intptr_t end = ((intptr_t)from + bytes) / page * page;
+    if (begin < end) madvise((void *)begin, (size_t)(end - begin), MADV_DONTNEED);
+#else
+    (void)from;
+    (void)bytes;
+#endif
+}
+
+static char *weights_of(const qflash_network *x, int64_t i) { return ((char **)x->call[i].words)[1]; }
+
+static int64_t weight_bytes(const qflash_network *x, int64_t i, const int64_t *pointer_words) {
+    const int64_t *integers = x->call[i].words + pointer_words[i];
+    return integers[1] * integers[2];
+}
+
+/* Whether a call after number i reads some of its weights. */
+static int reads_again(const qflash_network *x, const int64_t *numbers, const int64_t *pointer_words, int64_t i) {
+    const char *begin = weights_of(x, i), *end = begin + weight_bytes(x, i, pointer_words);
+    for (int64_t later = i + 1; later < x->calls; later++) {
+        if (numbers[later] != LINEAR) continue;
+        const char *other = weights_of(x, later);
+        if (other < end && begin < other + weight_bytes(x, later, pointer_words)) return 1;
+    }
+    return 0;
+}
+
+/* Packs the weights of linear layers for this CPU, those of several calls once. Of a file that is `owned`, what was packed is
+ * given back. */
+static int pack_weights(qflash_network *x, const int64_t *numbers, const int64_t *pointer_words, int owned) {
     int64_t taken = 0;
     for (int pass = 0; pass < 2; pass++) {
         if (pass && !(x->weights = malloc((size_t)(taken + LINE)))) return QFLASH_NO_MEMORY;
@@ -146,6 +183,7 @@ static int pack_weights(qflash_network *x, const int64_t *numbers, const int64_t
             }
             pointers[LINEAR_POINTERS - 2] = last;
             if (!same) qflash_pack(x->call[i].words);
+            if (owned && !reads_again(x, numbers, pointer_words, i)) give_back(pointers[1], weight_bytes(x, i, pointer_words));
         }
     }
     return QFLASH_OK;
@@ -168,7 +206,7 @@ static int reserve_scratch(qflash_network *x, const int64_t *numbers) {
 }
 
 /* The file: magic, header words, outputs, calls, constants at a multiple of LINE, checksum. */
-static int parse(qflash_network *x, const char *begin, int64_t bytes) {
+static int parse(qflash_network *x, const char *begin, int64_t bytes, int owned) {
     if (bytes < 8 + 8 * HEADER_WORDS || memcmp(begin, MAGIC, 8)) return QFLASH_NO_NETWORK;
     uint64_t sum;
     memcpy(&sum, begin + bytes - 8, 8);
@@ -208,22 +246,26 @@ static int parse(qflash_network *x, const char *begin, int64_t bytes) {
         memcpy(&to->scale, words + 6, sizeof to->scale);
     }
     if (!failed) failed = read_calls(x, &at, end, begin + constant_place, constant_bytes, arena_bytes, numbers, numbers + x->calls);
-    if (!failed) failed = pack_weights(x, numbers, numbers + x->calls);
+    if (!failed) failed = pack_weights(x, numbers, numbers + x->calls, owned);
     if (!failed) failed = reserve_scratch(x, numbers);
     free(numbers);
     x->arena = unaligned;
     return failed;
 }
 
-int qflash_open_memory(const void *memory, int64_t bytes, qflash_network **network) {
+static int open_memory(const void *memory, int64_t bytes, int owned, qflash_network **network) {
     *network = NULL;
     if ((intptr_t)memory % LINE) return QFLASH_UNALIGNED;
     qflash_network *x = calloc(1, sizeof *x);
     if (!x) return QFLASH_NO_MEMORY;
-    const int failed = parse(x, memory, bytes);
+    const int failed = parse(x, memory, bytes, owned);
     if (failed) qflash_close(x);
     else *network = x;
     return failed;
+}
+
+int qflash_open_memory(const void *memory, int64_t bytes, qflash_network **network) {
+    return open_memory(memory, bytes, 0, network);
 }
 
 int qflash_open(const char *path, qflash_network **network) {
@@ -231,7 +273,7 @@ int qflash_open(const char *path, qflash_network **network) {
     int64_t bytes = 0;
     *network = NULL;
     int failed = read_file(path, &memory, &begin, &bytes);
-    if (!failed) failed = qflash_open_memory(begin, bytes, network);
+    if (!failed) failed = open_memory(begin, bytes, 1, network);
     if (failed) free(memory);
     else (*network)->file = memory;
     return failed;

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import accuracy
 import declared
 import evaluate_models
+import export_times
 import integer_networks
 import ladder
 import openvino_networks
@@ -40,6 +41,7 @@ import performance_tables
 import published_configurations
 import reproduction_tables
 import static_attention
+import tosa_networks
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "scripts"))
@@ -50,8 +52,8 @@ ROOT = HERE.parent
 NOTEBOOK = HERE / "archive" / "experiments.md"
 PAGES = (*pages.PAGES, NOTEBOOK)
 MAKERS = (
-    accuracy, evaluate_models, integer_networks, ladder, openvino_networks, performance_tables, published_configurations,
-    reproduction_tables, static_attention, survey_models, survey_networks,
+    accuracy, evaluate_models, export_times, integer_networks, ladder, openvino_networks, performance_tables,
+    published_configurations, reproduction_tables, static_attention, survey_models, survey_networks, tosa_networks,
 )  # fmt: skip
 
 _NUMBER = re.compile(r"(?<![\w.^/\u00d7\u2013-])[-+\u2212]?\d+(?:\.\d+)?(?:e[-+]\d+)?(?![\w^\u00d7]|\.\d)")

@@ -390,13 +390,13 @@ def test_an_image_of_a_deit(tmp_path: pathlib.Path) -> None:
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)
     model = timm.create_model("deit_tiny_patch16_224").eval()
-    images = draw_images(1, 3, 224)
+    images = draw_images(2, 3, 224)
     network = qflash.quantize_model(model, [images], min_sqnr=None, progress=False)
     path = tmp_path / "network.tosa"
     counts = qflash.export_tosa(network, path)
     assert sum(sum(count.values()) for count in counts.values()) <= 2600
-    want = network(images)
-    assert torch.equal(evaluate(path.read_bytes(), [images.view(torch.int8)], [want.shape])[0], want)
+    want = network(images[:1])
+    assert torch.equal(evaluate(path.read_bytes(), [images[:1].view(torch.int8)], [want.shape])[0], want)
     counts = qflash.export_tosa(network, path, int16=True)
     assert sum(sum(count.values()) for count in counts.values()) <= 2600 - 12 * 3
     check_profile(path, counts, int16=True)

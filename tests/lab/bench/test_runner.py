@@ -142,11 +142,13 @@ OTHERS = {
     "accuracy.json": {"sqnr_each_db", "mse_each"},
     "accuracy_i_vit.json": {"seed", "inverse_scale", "temperature_percent"},
     "accuracy_real.json": {"sqnr_each_db", "mse_each"},
+    "export_times.json": None,
     "integer_networks.json": None,
     "openvino_cpu.json": None,
     "overlap_h200.json": None,
     "profile_h200.json": {"launches"},
     "static_attention.json": {"images", "calibration", "cosine_mean"},
+    "tosa_reference_model.json": None,
 }
 """Keys of rows that are no columns of times, energy or SQNR; None where rows are of another kind."""
 

@@ -6,6 +6,8 @@ import collections
 import csv
 import io
 import json
+import os
+import subprocess
 import sys
 import types
 import xml.etree.ElementTree
@@ -220,6 +222,25 @@ def test_two_processes_give_the_same(
     assert report["conditions"]["processes"] == 2
     assert report["models"] == whole[1]["models"]
     assert per_image(tmp_path) == per_image(whole[0])
+
+
+@pytest.mark.slow
+def test_torchrun_gives_the_integer_networks_of_one_process(tmp_path: Path) -> None:
+    """Two processes share the images out; the first one alone calibrates, and all integers are those of a run without them."""
+    command = ["-m", "qflash_lab", "evaluate", "--model", "digits-vit", "--integer", "--method", "qflash-default"]
+    command += ["--subset", "20", "--batch", "4", "--device", "cpu"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for name, before in (("one", []), ("two", torchrun)):
+        words = [sys.executable, *before, *command, "--output", str(tmp_path / name)]
+        done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+    one, two = (json.loads((tmp_path / name / "evaluate.json").read_text()) for name in ("one", "two"))
+    assert (one["conditions"]["processes"], two["conditions"]["processes"]) == (1, 2)
+    assert two["models"] == one["models"]
+    for method in ("fp32", "integer-default", "integer-accurate"):
+        single, shared = (tmp_path / name / "digits-vit" / f"{method}.csv" for name in ("one", "two"))
+        assert len(load_outcomes(single)) == 20 and shared.read_text() == single.read_text()
 
 
 def test_digits(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import os
 import platform
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -97,7 +98,10 @@ class _Processes:
                 result = compute()
             except Exception as error:
                 result = error
-        result = self.gather(result)[0]
+        if self.count > 1:
+            shared = [result]
+            torch.distributed.broadcast_object_list(shared)
+            result = shared[0]
         if isinstance(result, Exception):
             raise result
         return result
@@ -208,6 +212,34 @@ def _calibration(images: Images, places: Sequence[int]) -> Calibration:
     return Calibration(pixels_of(inputs, config["mean"], config["std"]), config["mean"], config["std"])
 
 
+def _quantised(
+    row: WholeNetwork, model: nn.Module, images: Images, places: Sequence[int], processes: _Processes, settings: _Settings
+) -> IntegerClassifier | FolderClassifier:
+    """Return an integer network, calibrated on the images at some places or, of small models, on those of the package.
+
+    The first process calibrates. The others get its file: float layers may round differently on their devices, and ranges
+    that differ would be other networks.
+    """
+
+    def build() -> IntegerClassifier | FolderClassifier:
+        return row.build(model) if isinstance(model, SmallClassifier) else row.build_of(model, _calibration(images, places))
+
+    def content() -> bytes:
+        with tempfile.TemporaryDirectory() as folder:
+            build().network.save(path := Path(folder) / "network.safetensors")
+            return path.read_bytes()
+
+    if processes.count == 1:
+        return build()
+    with tempfile.TemporaryDirectory() as folder:
+        (path := Path(folder) / "network.safetensors").write_bytes(processes.from_first(content))
+        network = qflash.load_model(path, settings.device)
+    if isinstance(model, SmallClassifier):
+        return IntegerClassifier(model, network)
+    config = images.identity["preprocessing"]
+    return FolderClassifier(network, config["mean"], config["std"])
+
+
 @torch.inference_mode()
 def _logits_db(model: nn.Module, network: nn.Module, images: Images, places: Sequence[int], settings: _Settings) -> float:
     """Return the SQNR in dB of a network's logits against the model's, on the images at some places."""
@@ -296,11 +328,7 @@ def _evaluate_model(
     products = attention_products(model, images.dataset[0][0].shape)
     model.to(device=settings.device, dtype=dtype)
     batches = _batches(places, settings.batch)
-    networks: dict[str, IntegerClassifier | FolderClassifier]
-    if isinstance(model, SmallClassifier):
-        networks = {row.name: row.build(model) for row in whole}
-    else:
-        networks = {row.name: row.build_of(model, _calibration(images, calibration_places)) for row in whole}
+    networks = {row.name: _quantised(row, model, images, calibration_places, processes, settings) for row in whole}
 
     def finished_batches(method: str) -> list[Outcome]:
         kept = store.load(method)

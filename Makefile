@@ -24,7 +24,7 @@ WHERE := -c 'import ensurepip, sys; print(sys.executable)' 2>/dev/null
 find_python = $(shell $(1) $(WHERE) || PYENV_VERSION=$(2) $(1) $(WHERE) || echo "$(PYTHON)")
 FLOOR_PYTHON ?= $(call find_python,python3.10,3.10)
 
-.PHONY: help setup demo test test-all test-floor test-python fuzz sanitize sanitize-gpu lint format hooks rtl-tools verify verify-triton36 train ladder report real site clean
+.PHONY: help setup demo test test-all test-floor test-python test-ray fuzz sanitize sanitize-gpu lint format hooks rtl-tools verify verify-triton36 train ladder report real site clean
 .DEFAULT_GOAL := help
 
 help:
@@ -33,6 +33,7 @@ help:
 	@echo "make test-all         with all slow cases, an hour; make test runs a fixed part of them"
 	@echo "make test-floor       a few of the tests with the oldest PyTorch, Triton, timm and transformers (another 6 GB)"
 	@echo "make test-python      half of the test suite, on the wheel, with PYTHON=python3.13 or another one (another 6 GB)"
+	@echo "make test-ray         the examples of examples/ that run on Ray, with workers and replicas killed; installs Ray (600 MB)"
 	@echo "make fuzz             random calls of the public operators, 30 times as many as in the test suite: ten minutes; TIMES=n"
 	@echo "make sanitize         the CPU kernels under sanitizers, for every instruction set; ARGS='--share 0.1' for a tenth"
 	@echo "make sanitize-gpu     the GPU kernels under compute-sanitizer; needs a GPU and NVIDIA's CUDA toolkit"
@@ -93,6 +94,14 @@ build/python%: pyproject.toml lab/pyproject.toml Makefile
 test-python: build/$(notdir $(PYTHON))
 	$</bin/python -m pip install --quiet --no-deps --force-reinstall . ./lab
 	OMP_NUM_THREADS=1 $</bin/python scripts/record_python_tests.py $(ARGS)
+
+$(VENV)/.ready-ray: $(READY)
+	$(BIN)/python -m pip install --quiet --no-compile --editable ".[ray]" $(REQUIREMENTS)
+	@touch $@
+
+# Not in parallel: every test starts a cluster on all cores
+test-ray: $(VENV)/.ready-ray
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --all tests/scale $(ARGS)
 
 fuzz: $(READY)
 	QFLASH_FUZZ=$(TIMES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/fuzz $(ARGS)

@@ -6,6 +6,7 @@ import ast
 import fnmatch
 import functools
 import glob
+import importlib.util
 import json
 import os
 import pathlib
@@ -38,12 +39,16 @@ RUN_HERE = {
 
 RUN_BY = {
     "make": "tests/network/test_c_program.py::test_the_program_prints_the_networks_integers",
+    "python -m qflash_lab.evaluation.photo_files": "tests/lab/evaluation/test_photo_files.py::test_crops_of_photos",
     "python -m qflash_lab.verify.bounds": "tests/lab/verify/test_bounds.py::test_the_command_prints_every_quantity",
     "python golden/check_reference.py": "tests/core/test_reference_in_c.py::test_the_model_computes_the_golden_vectors",
     "python golden/checker.py": "tests/core/test_golden.py::test_checker_agrees_and_needs_nothing_of_the_package",
     "python scripts/sanitize_gpu.py": "tests/kernels/test_sanitize_gpu.py::test_workers_behind_a_tool",
     "qflash check-onnx": "tests/network/test_onnx_check.py::test_a_good_file_is_equal_everywhere",
     "python examples/integer_network.py": "tests/integrations/test_examples.py::test_example",
+    "python examples/features_ray_data.py": "tests/scale/test_ray.py::test_a_killed_worker_loses_no_row",
+    "python examples/serve_ray.py": "tests/scale/test_ray.py::test_overload_is_refused_in_time",
+    "python examples/serve_ray_load.py": "tests/scale/test_ray.py::test_overload_is_refused_in_time",
     "python rtl/run.py": "tests/network/test_rtl.py::test_every_golden_case_of_their_operators_is_met",
     "qflash info": "tests/core/test_cli.py::test_info_table",
     "qflash vectors": "tests/network/test_vectors.py::test_the_command",
@@ -81,6 +86,7 @@ NOT_RUN = {
     "make test-all": "an hour",
     "make test-floor": "a step of .ci/run",
     "make test-python": "installs 6 GB",
+    "make test-ray": "installs Ray; runs every night",
     "make train": "runs scripts/train_models.py",
     "make verify": "a step of .ci/run",
     "make verify-triton36": "a step of .ci/run",
@@ -193,9 +199,14 @@ def to_parse() -> tuple[Command, ...]:
     return tuple(found)
 
 
+def lacks_package(words: tuple[str, ...]) -> bool:
+    """Tell whether a command is an example on Ray where that is not installed: it cannot say what options it has."""
+    return any(re.match(r"examples/\w+_ray\w*\.py", word) for word in words[1:2]) and importlib.util.find_spec("ray") is None
+
+
 def script_of(words: tuple[str, ...]) -> list[str] | None:
     """Return what tests/script_options.py takes: a script or a module, and its arguments."""
-    if not words[0].startswith("python") or words[1:3] == ("-m", "pytest"):
+    if not words[0].startswith("python") or words[1:3] == ("-m", "pytest") or lacks_package(words):
         return None
     return [word for given in words[1:] for word in (sorted(glob.glob(given, root_dir=ROOT)) if "*" in given else [given])]
 
@@ -245,6 +256,8 @@ def error_of_app(program: str, arguments: list[str], whole: bool) -> str:
 def error_of(command: Command, parsed: dict[Command, dict[str, Any]]) -> str:
     """Return what is wrong with a command's arguments."""
     program, *rest = command.words
+    if lacks_package(command.words):
+        return ""
     if command in parsed:
         return parsed[command]["error"]
     if program in APPS:

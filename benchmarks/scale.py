@@ -124,7 +124,8 @@ def measure_serve(network: Path, photos: Path, folder: Path, given: argparse.Nam
 
     with serving(network, given) as url:
         load(given.rate, 3)  # what is compiled or read when it is first needed
-        tried, best = [], None
+        tried: list[dict[str, Any]] = []
+        best: dict[str, Any] | None = None
         rate = given.rate
         while True:
             tried.append(load(round(rate, 1), given.seconds))
@@ -144,7 +145,7 @@ def measure_serve(network: Path, photos: Path, folder: Path, given: argparse.Nam
 def measure_torchrun(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """Return Top-1 of one and of several processes, which must be the same image by image."""
     command = ["-m", "qflash_lab", "evaluate", "--model", "digits-vit", "--integer", "--method", "fp32", "--subset", SUBSET]
-    results = {}
+    results: dict[int, tuple[Any, float, Any]] = {}
     for count in (1, given.workers):
         output = folder / f"evaluate-{count}"
         before = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count] if count > 1 else []

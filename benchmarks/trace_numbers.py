@@ -36,7 +36,9 @@ import integer_networks
 import ladder
 import openvino_networks
 import pages
+import peers_real
 import performance_tables
+import reliability_tables
 import reproduction_tables
 import static_attention
 
@@ -49,8 +51,8 @@ ROOT = HERE.parent
 NOTEBOOK = HERE / "archive" / "experiments.md"
 PAGES = (*pages.PAGES, NOTEBOOK)
 MAKERS = (
-    accuracy, evaluate_models, integer_networks, ladder, openvino_networks, performance_tables, reproduction_tables,
-    static_attention, survey_models, survey_networks,
+    accuracy, evaluate_models, integer_networks, ladder, openvino_networks, peers_real, performance_tables,
+    reliability_tables, reproduction_tables, static_attention, survey_models, survey_networks,
 )  # fmt: skip
 
 _NUMBER = re.compile(r"(?<![\w.^/\u00d7\u2013-])[-+\u2212]?\d+(?:\.\d+)?(?:e[-+]\d+)?(?![\w^\u00d7]|\.\d)")

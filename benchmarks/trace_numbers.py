@@ -41,6 +41,7 @@ import performance_tables
 import reliability_tables
 import reproduction_tables
 import static_attention
+import worse_rows
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "scripts"))
@@ -53,6 +54,7 @@ PAGES = (*pages.PAGES, NOTEBOOK)
 MAKERS = (
     accuracy, evaluate_models, integer_networks, ladder, openvino_networks, peers_real, performance_tables,
     reliability_tables, reproduction_tables, static_attention, survey_models, survey_networks,
+    worse_rows,
 )  # fmt: skip
 
 _NUMBER = re.compile(r"(?<![\w.^/\u00d7\u2013-])[-+\u2212]?\d+(?:\.\d+)?(?:e[-+]\d+)?(?![\w^\u00d7]|\.\d)")

@@ -35,7 +35,11 @@ DRAWN = tuple(kind for kind in INPUTS if kind != "real")
 SEEDS, I_VIT_SEEDS = 5, 20
 REAL_BATCH = 4
 """Photos a call; the five seeds take all twenty."""
-PRESETS = ("qflash-default", "qflash-accurate", "qflash-paper", "qflash-printed", "qflash-authors")
+SHOWN = (
+    "qflash-default", "qflash-accurate", "qflash-paper", "qflash-printed", "qflash-authors", "int-flash-half", "int-flash-full",
+    "qattn",
+)  # fmt: skip
+"""Methods of the table of single heads."""
 INVERSE, TEMPERATURE, SQNR = "inverse_scale", "temperature_percent", col.SQNR_DB
 
 
@@ -89,15 +93,15 @@ def layer_columns(lines: Sequence[Group]) -> list[Column]:
 
 
 def activations() -> list[Group]:
-    """Return the tests' activations: a row a head, the presets and the paper's own arithmetic."""
+    """Return the tests' activations: a row a head."""
     mine = (row for row in declared.rows("accuracy_real") if row[col.INPUT] == ACTIVATIONS.name)
     return groups(mine, col.WORKLOAD)
 
 
-def preset_columns(lines: Sequence[Group]) -> list[Column]:
-    """Return a column for each preset."""
+def shown_columns(lines: Sequence[Group]) -> list[Column]:
+    """Return a column for each of :data:`SHOWN`."""
     found = [names("SQNR, dB", one(col.WORKLOAD))]
-    for name in PRESETS:
+    for name in SHOWN:
         heading = lines[0][name][col.TITLE].removeprefix("QFlash ")
         found.append(sqnr_column(heading, name))
     return found
@@ -113,7 +117,7 @@ TABLES = {
     "accuracy:layers": Table(
         lambda: by_method("accuracy_real", lambda row: row[col.INPUT] == "real", one(col.WORKLOAD)), layer_columns
     ),
-    "accuracy:activations": Table(activations, preset_columns),
+    "accuracy:activations": Table(activations, shown_columns),
 }
 """Declared tables between markers of the pages."""
 
@@ -156,16 +160,18 @@ def i_vit_table() -> list[str]:
 
 
 def real_line() -> list[str]:
-    """README's sentence about pretrained networks."""
+    """README's sentence about real activations."""
     rows = declared.rows("real_cpu", of="layers")
+    photos = next(row["samples"] for row in declared.rows("real_cpu", of="networks") if row["network"] == "DINOv2-S 224 px")
 
     def span(method: str) -> str:
         values = [row[col.SQNR_DB] for row in rows if (row["network"], row["method"]) == ("DINOv2-S 224 px", method)]
         return f"{min(values):.1f} to {max(values):.1f} dB"
 
     return pages.wrap(
-        f"On a pretrained DINOv2-S with photos attention layers have {span('qflash-default')} with `DEFAULT`, "
-        f"{span('qflash-accurate')} with `ACCURATE` and {span('qflash-paper')} with `PAPER`."
+        "In a trained ViT-S/14 of DINOv2's layout ([whose weights](docs/evaluation.md#the-dinov2-s-of-these-pages)) attention "
+        f"layers have {span('qflash-default')} with `DEFAULT`, {span('qflash-accurate')} with `ACCURATE` and "
+        f"{span('qflash-paper')} with `PAPER`, on {photos} photos."
     )
 
 

@@ -20,7 +20,6 @@ import functools
 import importlib.util
 import json
 import math
-import os
 import pathlib
 import platform
 import tempfile
@@ -33,6 +32,7 @@ from rich.progress import track
 from torch import nn
 
 import declared
+import openvino_networks
 import pages
 import qflash
 from declared import Group, Of, Quotient, Table, against, blank, groups, one, span
@@ -66,16 +66,25 @@ def ours(model: nn.Module, calibration: torch.Tensor, mean: Any, std: Any, recip
     return lambda images: network.dequantize(network(images))
 
 
-def torchao_int8(model: nn.Module, calibration: torch.Tensor, mean: Any, std: Any, static: bool) -> Run:
-    """Return torchao's int8 of the linear layers; the rest stays in float32."""
-    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+def torchao_int8(model: nn.Module, calibration: torch.Tensor, mean: Any, std: Any, static: bool, smooth: bool = False) -> Run:
+    """Return torchao's int8 of the linear layers, with SmoothQuant if wanted; the rest stays in float32."""
+    from torchao import quantization
+    from torchao.quantization import PerTensor, quantize_
 
     quantised = copy.deepcopy(model)
-    if not static:
-        quantize_(quantised, Int8DynamicActivationInt8WeightConfig())
-        return lambda images: quantised(as_float(images, mean, std))
-    from torchao.quantization import Int8StaticActivationInt8WeightConfig, PerTensor
+    if smooth:
+        from torchao.prototype.smoothquant import SmoothQuantConfig
 
+        base: Any = quantization.Int8DynamicActivationInt8WeightConfig()
+        if static:
+            base = quantization.Int8StaticActivationInt8WeightConfig(granularity=PerTensor())
+        quantize_(quantised, SmoothQuantConfig(base, step="prepare"))
+        quantised(as_float(calibration, mean, std))
+        quantize_(quantised, SmoothQuantConfig(base, step="convert"))
+        return lambda images: quantised(as_float(images, mean, std))
+    if not static:
+        quantize_(quantised, quantization.Int8DynamicActivationInt8WeightConfig())
+        return lambda images: quantised(as_float(images, mean, std))
     scales: dict[str, float] = {}
     dims: dict[str, int] = {}
     handles = []
@@ -93,34 +102,55 @@ def torchao_int8(model: nn.Module, calibration: torch.Tensor, mean: Any, std: An
     for name, scale in scales.items():
         layer = quantised.get_submodule(name)
         assert isinstance(layer, nn.Linear)
-        config = Int8StaticActivationInt8WeightConfig(
+        config = quantization.Int8StaticActivationInt8WeightConfig(
             act_quant_scale=torch.full((1,) * dims[name], scale, device=layer.weight.device), granularity=PerTensor()
         )
         quantize_(layer, config)
     return lambda images: quantised(as_float(images, mean, std))
 
 
-def onnxruntime_qdq(model: nn.Module, calibration: torch.Tensor, mean: Any, std: Any) -> Run:
-    """Return onnxruntime's static QDQ quantisation, weights per channel, of the model's ONNX graph; on the CPU."""
+def onnxruntime_int8(
+    model: nn.Module, calibration: torch.Tensor, mean: Any, std: Any, dynamic: bool = False, **options: bool
+) -> Run:
+    """Return onnxruntime's int8 of the model's graph, on the CPU: dynamic, or QDQ with options of ``quantise_static``."""
     floats = as_float(calibration.cpu(), mean, std)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         path = onnx_models.export_float(copy.deepcopy(model).cpu(), floats[:1], folder / "float.onnx")
-        made = onnx_models.quantise_static(path, floats, folder / "int8.onnx", unsigned=False)
+        made = folder / "int8.onnx"
+        if dynamic:
+            onnx_models.quantise_dynamic(path, made)
+        else:
+            onnx_models.quantise_static(path, floats, made, unsigned=False, **options)
         session = onnx_models.load(made, threads=1)
-    workers = ThreadPoolExecutor(os.cpu_count())
-    # threads that share images out keep more cores busy than threads that share one image
-    return lambda images: torch.cat(list(workers.map(lambda part: session(as_float(part, mean, std)), images.cpu().split(4))))
+    workers = ThreadPoolExecutor(torch.get_num_threads())
+    # threads that share images out keep more cores busy than threads that share one image; dynamic scales are of a call
+    return lambda images: torch.cat(list(workers.map(lambda part: session(as_float(part, mean, std)), images.cpu().split(1))))
+
+
+def nncf_int8(model: nn.Module, calibration: torch.Tensor, mean: Any, std: Any) -> Run:
+    """Return NNCF's int8 of a transformer, run by OpenVINO on the CPU, what is not int8 in float32."""
+    images = as_float(calibration.cpu(), mean, std)
+    runs = openvino_networks.openvino_runs(copy.deepcopy(model).cpu(), images[:1], images, torch.get_num_threads())
+    run = runs["NNCF int8, rest float32"]
+    return lambda images: torch.cat([run(as_float(part, mean, std)) for part in images.cpu().split(1)])
 
 
 METHODS: dict[str, Callable[..., Run]] = {
     "QFlash integer network": functools.partial(ours, recipe="default"),
     "QFlash integer network, ACCURATE attention": functools.partial(ours, recipe="accurate"),
     "torchao int8 dynamic (linear layers)": functools.partial(torchao_int8, static=False),
+    "torchao int8 dynamic, SmoothQuant (linear layers)": functools.partial(torchao_int8, static=False, smooth=True),
     "torchao int8 static (linear layers)": functools.partial(torchao_int8, static=True),
-    "onnxruntime QDQ static": onnxruntime_qdq,
+    "torchao int8 static, SmoothQuant (linear layers)": functools.partial(torchao_int8, static=True, smooth=True),
+    "onnxruntime QDQ static": onnxruntime_int8,
+    "onnxruntime QDQ static, reduce_range": functools.partial(onnxruntime_int8, reduce_range=True),
+    "onnxruntime QDQ static (linear layers)": functools.partial(onnxruntime_int8, linear_only=True),
+    "onnxruntime QDQ static, A16W8 (linear layers)": functools.partial(onnxruntime_int8, linear_only=True, wide=True),
+    "onnxruntime int8 dynamic (linear layers)": functools.partial(onnxruntime_int8, dynamic=True),
+    "NNCF int8 (OpenVINO)": nncf_int8,
 }
-NEEDS = ("torchao", "onnxruntime")
+NEEDS = ("torchao", "onnxruntime", "NNCF")
 
 
 def outputs(run: Run, images: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -155,9 +185,9 @@ def measure(
             continue
         got = want
         if make is not None:
-            missing = [package for package in NEEDS if method.startswith(package) and not importlib.util.find_spec(package)]
+            missing = [name for name in NEEDS if method.startswith(name) and not importlib.util.find_spec(name.lower())]
             if missing:
-                rows.append({"network": name, "method": method, "left_out": f"{missing[0]} is not installed"})
+                rows.append({"network": name, "method": method, "left_out": f"{missing[0].lower()} is not installed"})
                 continue
             try:
                 run = make(model, calibration, mean, std)
@@ -374,7 +404,11 @@ def write(rows: list[dict[str, Any]], device: str, versions: dict[str, str], *, 
         raise ValueError("a result is not finite")
     found: list[dict[str, Any]] = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.is_file() else []
     own = {"date": datetime.date.today().isoformat(), "versions": versions}
-    rows = [row | own | {"device": "CPU" if row["method"].startswith("onnxruntime") else device} for row in rows]
+    on_cpu = {"device": "CPU", **openvino_networks.cpu()}
+    rows = [
+        row | own | (on_cpu if device == "CPU" or row["method"].startswith(("onnxruntime", "NNCF")) else {"device": device})
+        for row in rows
+    ]
     name, order = rows[0]["network"], list(dict.fromkeys(row["network"] for row in found))
     kept = [row for row in found if row["network"] != name]
     peers = [row for row in found if row["network"] == name and ours_alone and row["method"].startswith(NEEDS)]
@@ -405,7 +439,7 @@ def main() -> None:
         # the patch embedding is a convolution
         torch.backends.cudnn.allow_tf32 = False
         versions = {"torch": torch.__version__, "python": platform.python_version(), "qflash": qflash.__version__}
-        for package in ("torchao", "onnxruntime", "timm"):
+        for package in ("torchao", "onnxruntime", "nncf", "timm"):
             if importlib.util.find_spec(package):
                 versions[package] = importlib.import_module(package).__version__
         device = "CPU" if given.device.type == "cpu" else torch.cuda.get_device_name(given.device)

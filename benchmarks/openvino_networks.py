@@ -60,12 +60,14 @@ WITHOUT_AMX = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "CC": "gcc -mno-amx-int
 Run = Callable[[], Any]
 
 
-def openvino_runs(model: nn.Module, images: torch.Tensor, calibration: torch.Tensor, threads: int) -> dict[str, Run]:
-    """Return what runs a model in OpenVINO, by method; the runs return logits.
+def openvino_runs(
+    model: nn.Module, images: torch.Tensor, calibration: torch.Tensor, threads: int
+) -> dict[str, onnx_models.Run]:
+    """Return what runs a model in OpenVINO, by method.
 
     Args:
         model: float32.
-        images: float32 (batch, channels, height, width), to run.
+        images: float32 (batch, channels, height, width), of the shape of those to run.
         calibration: images of the same kind, for NNCF.
         threads: of a run.
     """
@@ -81,13 +83,13 @@ def openvino_runs(model: nn.Module, images: torch.Tensor, calibration: torch.Ten
             warnings.simplefilter("ignore")
             return openvino.convert_model(model, example_input=images, input=[list(images.shape)])
 
-    def infer(request: Any) -> torch.Tensor:
+    def infer(request: Any, images: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(request.infer({0: images.numpy()})[0])
 
     # a graph has a fixed batch
     parts = [part.numpy() for part in calibration.split(len(images))]
     int8 = nncf.quantize(converted(), nncf.Dataset(parts), model_type=nncf.ModelType.TRANSFORMER)
-    runs: dict[str, Run] = {}
+    runs: dict[str, onnx_models.Run] = {}
     for method, precision in OPENVINO.items():
         options: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1}
         if precision:
@@ -115,7 +117,7 @@ def prepare(name: str, batch: int, threads: int, folder: pathlib.Path) -> tuple[
     images, others = (integer_models._normalised(x, model, torch.float32) for x in (pixels, calibration))
     graph = network.graph(batch)
     runs: dict[str, Run] = {OURS: lambda: network.dequantize(graph(pixels))}
-    runs |= openvino_runs(model, images, others, threads)
+    runs |= {method: functools.partial(run, images) for method, run in openvino_runs(model, images, others, threads).items()}
     path = onnx_models.export_float(model, images[:1], folder / "float.onnx")
     runs[ONNXRUNTIME] = functools.partial(
         onnx_models.load(onnx_models.quantise_dynamic(path, folder / "dynamic.onnx"), threads), images

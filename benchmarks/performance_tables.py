@@ -428,16 +428,9 @@ def aims() -> list[Aim]:
     for method, kind in ((col.QFLASH, "fp16"), (col.QFLASH_INT8, "int8")):
         values = [issue[method][col.ISSUE_US] / issue[col.SDPA_FLASH][col.ISSUE_US]]
         result.append(Aim(f"issuing an eager call, A2 batch 8, {kind} ÷ FA2", 2, values, "bench_eager", at_most=True))
-    record = declared.record("authors_kernel_h200")
-    place = record["methods"].index(AUTHORS)
-    theirs = {f"{of} b{batch}": times[place] for of, by in record["latency_us"].items() for batch, times in by.items()}
-    for head, keep, aim in (("A1 to A3", "123", 3), ("A4 to A7", "4567", 2)):
-        values = [theirs[shape_of(group)] / group[col.QFLASH_INT8][col.MEDIAN_US] for group in workloads(found, keep)]
-        result.append(Aim(f"{head}, int8, against the paper authors' kernel, in a run of its own", aim, values, bench))
     return result
 
 
-AUTHORS = "authors' QFlash"
 AIMS = Table(
     aims,
     (
@@ -844,7 +837,7 @@ def blocks() -> dict[str, list[str]]:
 def files() -> list[str]:
     """Return the result files behind them."""
     read = [file for section in SECTIONS for file in section.files]
-    return [f"{file}.json" for file in dict.fromkeys((*read, file_of("eager_shapes"), "authors_kernel_h200"))]
+    return [f"{file}.json" for file in dict.fromkeys((*read, file_of("eager_shapes")))]
 
 
 def main() -> None:

@@ -46,7 +46,7 @@ def rules() -> list[str]:
     """How a verdict is found, and how many there are of each."""
     count = counts(claims(found()))
     total = sum(count.values())
-    text = f"* {count['agrees']} of {total} claims agree, {count['differs']} differ, {count['not run']} was not run."
+    text = f"* {count['agrees']} of {total} claims agree, {count['differs']} differ, {count['not run']} were not run."
     return [line for item in (text, *(f"* {rule}" for rule in RULES.values())) for line in pages.wrap(item, "  ")]
 
 

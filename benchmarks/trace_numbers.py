@@ -37,11 +37,14 @@ import integer_networks
 import ladder
 import openvino_networks
 import pages
+import peers_real
 import performance_tables
 import published_configurations
+import reliability_tables
 import reproduction_tables
 import static_attention
 import tosa_networks
+import worse_rows
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "scripts"))
@@ -52,8 +55,9 @@ ROOT = HERE.parent
 NOTEBOOK = HERE / "archive" / "experiments.md"
 PAGES = (*pages.PAGES, NOTEBOOK)
 MAKERS = (
-    accuracy, evaluate_models, export_times, integer_networks, ladder, openvino_networks, performance_tables,
-    published_configurations, reproduction_tables, static_attention, survey_models, survey_networks, tosa_networks,
+    accuracy, evaluate_models, export_times, integer_networks, ladder, openvino_networks, peers_real, performance_tables,
+    published_configurations, reliability_tables, reproduction_tables, static_attention, survey_models, survey_networks,
+    tosa_networks, worse_rows,
 )  # fmt: skip
 
 _NUMBER = re.compile(r"(?<![\w.^/\u00d7\u2013-])[-+\u2212]?\d+(?:\.\d+)?(?:e[-+]\d+)?(?![\w^\u00d7]|\.\d)")

@@ -313,7 +313,7 @@ def main(
         jobs = jobs_of(shapes, methods)
         compile_all(jobs, f"sm_{properties.major}{properties.minor}", processes, console)
         console.print(f"{len(jobs)} candidates compiled in {time.monotonic() - began:.0f} s")
-    environment = records.environment(device) | {"command": " ".join(["python", *sys.argv])}
+    environment = records.environment(device) | {"command": records.command_line("python", *sys.argv)}
     path = folder / f"baselines_tuned_{measure.card_of(properties.name)}.json"
     rows: list[dict[str, Any]] = []
     for shape in track(shapes, "Measuring", console=console):

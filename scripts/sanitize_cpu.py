@@ -108,7 +108,13 @@ def main() -> int:
     done: dict[str, Any] = {}
     about = {
         "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", "scripts/sanitize_cpu.py", *sys.argv[1:]]),
+        "command": " ".join(
+            [
+                "python",
+                "scripts/sanitize_cpu.py",
+                *(os.path.basename(word) if os.path.isabs(word) else word for word in sys.argv[1:]),
+            ]
+        ),
         "machine": f"{platform.machine()}, {platform.system()}",
         "compiler": compiler_version(launch._compiler()),
         "levels": done,

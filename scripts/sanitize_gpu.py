@@ -269,7 +269,13 @@ def machine(sanitizer: str) -> dict[str, Any]:
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     return {
         "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", "scripts/sanitize_gpu.py", *sys.argv[1:]]),
+        "command": shlex.join(
+            [
+                "python",
+                "scripts/sanitize_gpu.py",
+                *(os.path.basename(word) if os.path.isabs(word) else word for word in sys.argv[1:]),
+            ]
+        ),
         "device": torch.cuda.get_device_name(),
         "capability": torch.cuda.get_device_capability(),
         "driver": first_line(query),

@@ -93,6 +93,7 @@ NOT_RUN = {
     "pip install": "changes the environment that the tests run in; scripts/release.py tries it in bare ones",
     "python benchmarks/*.py": "minutes to hours, most on an NVIDIA GPU, writes pages; tests/lab tests the parts",
     "python scripts/make_activations.py": "downloads 92 MB",
+    "python scripts/record_fuzz.py": "minutes; make test runs the same tests with fewer examples",
     "python scripts/record_gpu_tests.py": "needs an NVIDIA GPU",
     "python scripts/record_python_tests.py": "tests an installed wheel, in an environment of its own",
     "python scripts/release.py": "builds both packages and installs PyTorch twice; tests/core/test_release.py tests the parts",

@@ -147,3 +147,11 @@ def test_results_name_the_commit_that_ran(monkeypatch: pytest.MonkeyPatch) -> No
         assert re.fullmatch(r"[0-9a-f]{7,}(-dirty)?", commit)
     else:
         assert commit is None
+
+
+def test_recorded_commands_hold_no_path_of_one_machine() -> None:
+    words = ("qflash-lab", "bench", "--output", "/tmp/x/y", "--csv=/root/a.json", "a/b", "--shape", "1,2", "/home/x/")
+    assert records.command_line(*words) == "qflash-lab bench --output y --csv=a.json a/b --shape 1,2 x"
+    for path in (*RESULTS.rglob("*.json"), *(BENCHMARKS / "archive").glob("*.json")):
+        for command in re.findall(r'"command": "([^"\n]*)"', path.read_text(encoding="utf-8")):
+            assert not re.search(r"(^|[\s=])/", command), f"{path.name}: {command}"

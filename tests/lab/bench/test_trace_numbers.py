@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,28 @@ def test_what_comes_from_nowhere_is_found(
     assert found[0].place.startswith(place)
 
 
+def test_each_falsified_figure_of_the_reliability_page_is_found(
+    tracer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One figure after the other gets another first digit."""
+    text = (tracer.ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    by_hand = set(re.findall(r"<!-- numbers: (.*?) -->", text))
+    assert by_hand <= {"definitions"}  # what is measured is generated
+    parts = tracer.made()
+    figures = [
+        block.start + match.start()
+        for block in tracer.pages.blocks_of(text)
+        for match in re.finditer(r"(?<![\d.])\d", block.text)
+    ]
+    assert len(figures) > 150
+    copy = tmp_path / "docs" / "reliability.md"
+    copy.parent.mkdir()
+    monkeypatch.setattr(tracer, "ROOT", tmp_path)
+    for place in figures:
+        copy.write_text(text[:place] + str((int(text[place]) + 1) % 10) + text[place + 1 :], encoding="utf-8")
+        assert any(not found.source for found in tracer.trace(copy, parts)), text[place - 40 : place + 10]
+
+
 def test_values_must_be_in_the_named_file(tracer: Any) -> None:
     table = ["| | cycles |", "|---|---|", "| one | 2.0 |", "| other | 123456.5 |"]
     assert tracer.unsupported(table, "overlap_h200.json") == ["123456.5"]
@@ -71,7 +94,11 @@ def test_values_must_be_in_the_named_file(tracer: Any) -> None:
         ),
         ("README.md", "| energy, A2 batch 8", ["energy_h200.json"]),
         ("docs/performance.md", "energy, A2 batch 8", ["energy_h200.json"]),
-        ("docs/reliability.md", "reciprocal of a row sum", ["reliability/bounds.json", "at ["]),
+        (
+            "docs/reliability.md",
+            "reciprocal of a row sum",
+            ["reliability/bounds.json", "newton['reciprocal']: tried, low, high"],
+        ),
         ("docs/integer_network.md", "as they are", ["rotated_streams.json: ", "at ["]),
         ("benchmarks/archive/experiments.md", "two programs", ["notebook"]),
     ],

@@ -43,7 +43,28 @@ def export_float(model: nn.Module, sample: torch.Tensor, path: pathlib.Path) -> 
     return path
 
 
-def quantise_static(path: pathlib.Path, calibration: torch.Tensor, made: pathlib.Path, *, unsigned: bool) -> pathlib.Path:
+_LINEAR = ["MatMul", "Gemm"]
+
+
+def _linear_nodes(path: pathlib.Path) -> list[str]:
+    """Return the names of the products by constant matrices."""
+    import onnx
+
+    graph = onnx.load(path, load_external_data=False).graph
+    constant = {item.name for item in graph.initializer}
+    return [node.name for node in graph.node if node.op_type in _LINEAR and node.input[1] in constant]
+
+
+def quantise_static(
+    path: pathlib.Path,
+    calibration: torch.Tensor,
+    made: pathlib.Path,
+    *,
+    unsigned: bool,
+    linear_only: bool = False,
+    wide: bool = False,
+    reduce_range: bool = False,
+) -> pathlib.Path:
     """Write onnxruntime's static QDQ quantisation of a graph, weights per channel, ranges by minima and maxima.
 
     Args:
@@ -51,6 +72,10 @@ def quantise_static(path: pathlib.Path, calibration: torch.Tensor, made: pathlib
         calibration: float32 images (count, channels, height, width).
         made: path of the new graph, which is returned.
         unsigned: activations are uint8 instead of int8: what onnxruntime has the fastest products for on x86.
+        linear_only: quantise inputs and weights of products by constant matrices alone, in place of all operators that
+            onnxruntime can quantise.
+        wide: activations are uint16.
+        reduce_range: weights have 7 bits, so that kernels without VNNI do not saturate.
     """
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
@@ -62,16 +87,21 @@ def quantise_static(path: pathlib.Path, calibration: torch.Tensor, made: pathlib
             part = next(self.parts, None)
             return None if part is None else {_INPUT: part.numpy()}
 
+    activations = QuantType.QUInt16 if wide else QuantType.QUInt8 if unsigned else QuantType.QInt8
+    only: dict[str, Any] = {}
+    if linear_only:
+        # its option MatMulConstBOnly counts in dynamic quantisation alone
+        only = {"nodes_to_quantize": _linear_nodes(path), "extra_options": {"OpTypesToExcludeOutputQuantization": _LINEAR}}
     with _quiet():
         quantize_static(
             str(path), str(made), Reader(), quant_format=QuantFormat.QDQ, per_channel=True, weight_type=QuantType.QInt8,
-            activation_type=QuantType.QUInt8 if unsigned else QuantType.QInt8,
+            activation_type=activations, reduce_range=reduce_range, **only,
         )  # fmt: skip
     return made
 
 
 def quantise_dynamic(path: pathlib.Path, made: pathlib.Path) -> pathlib.Path:
-    """Write onnxruntime's dynamic quantisation: products in int8, weights per channel, scales of activations at run time."""
+    """Write onnxruntime's dynamic quantisation: products by constant matrices in int8, scales of activations at run time."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     with _quiet():

@@ -65,6 +65,11 @@ def source_commit() -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+def command_line(*words: str) -> str:
+    """Return a command as records keep it: of paths that only one machine has, the last part."""
+    return " ".join(re.sub(r"(?:^|(?<==))/(?:[^/]+/)*?([^/]*)/?$", r"\1", word) for word in words)
+
+
 def environment(device: torch.device) -> dict[str, Any]:
     """Return what a reader needs to judge or repeat a measurement: device, versions, commit, clocks, date, command line."""
     from qflash import __version__
@@ -73,7 +78,9 @@ def environment(device: torch.device) -> dict[str, Any]:
     program = pathlib.Path(sys.argv[0]).name
     found: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join([program if program.endswith(".py") and program != "__main__.py" else "qflash-lab", *sys.argv[1:]]),
+        "command": command_line(
+            program if program.endswith(".py") and program != "__main__.py" else "qflash-lab", *sys.argv[1:]
+        ),
         "qflash": __version__,
         "commit": source_commit(),
         "torch": torch.__version__,

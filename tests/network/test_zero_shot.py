@@ -17,17 +17,17 @@ from qflash.network.quality import sqnr_db
 
 transformers = pytest.importorskip("transformers")
 
-TOKENS, END = 10, 89
+TOKENS, MOST, END = 10, 64, 89
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
 Made = tuple[Any, IntegerNetwork, IntegerNetwork]
 
 
-def draw_texts(count: int, seed: int = 1, padding: int = 0) -> dict[str, torch.Tensor]:
+def draw_texts(count: int, seed: int = 1, tokens: int = TOKENS) -> dict[str, torch.Tensor]:
     """Return ids that end in ``END``, with padding behind it, and the mask."""
     generator = torch.Generator().manual_seed(seed)
     ends = torch.randint(2, TOKENS, (count, 1), generator=generator)
-    ids, places = torch.randint(2, END, (count, TOKENS), generator=generator), torch.arange(TOKENS)
-    ids = torch.where(places == ends, END, ids).masked_fill(places > ends, padding)
+    ids, places = torch.randint(2, END, (count, tokens), generator=generator), torch.arange(tokens)
+    ids = torch.where(places == ends, END, ids).masked_fill(places > ends, 0)
     return {"input_ids": ids, "attention_mask": (places <= ends).long()}
 
 
@@ -62,7 +62,7 @@ def image_embeds(model: Any, pixels: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def of_transformers(kind: str) -> Made:
     """Return a float model, and networks of its images and texts."""
-    text = {**SIZES, "vocab_size": END + 1, "max_position_embeddings": TOKENS, "eos_token_id": END, "pad_token_id": 0}
+    text = {**SIZES, "vocab_size": END + 1, "max_position_embeddings": MOST, "eos_token_id": END, "pad_token_id": 0}
     vision = {**SIZES, "image_size": 32, "patch_size": 8}
     if kind == "CLIP":
         config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
@@ -73,13 +73,13 @@ def of_transformers(kind: str) -> Made:
     outputs: Any = text_embeds
     if kind == "Siglip":
         # its tokeniser gives no mask: the model has learned with padding
-        batch, outputs = batch["input_ids"], plain_text_embeds
+        batch, outputs = draw_texts(32, tokens=MOST)["input_ids"], plain_text_embeds
     texts = qflash.quantize_model(model, [batch], outputs=outputs, progress=False)
     return model, qflash.quantize_model(model, [images(24)], outputs=image_embeds, progress=False, **STATISTICS), texts
 
 
-def given_to(kind: str, texts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return texts if kind == "CLIP" else {"input_ids": texts["input_ids"]}
+def given_to(kind: str) -> dict[str, torch.Tensor]:
+    return draw_texts(5, 3) if kind == "CLIP" else {"input_ids": draw_texts(5, 3, MOST)["input_ids"]}
 
 
 @pytest.mark.parametrize("kind", ["CLIP", "Siglip"])
@@ -87,11 +87,11 @@ def test_similarities_are_of_the_networks_embeddings(kind: str) -> None:
     float_model, of_images, of_texts = of_transformers(kind)
     cores = [part for node in of_texts.nodes if isinstance(part := of_texts.part(node.name), Attention)]
     ends = [node for node in of_texts.nodes if isinstance(of_texts.part(node.name), SelectToken)]
-    # SigLIP's last token, whatever it is, sees all
+    # SigLIP's last token, whatever it is, sees all of the 64
     assert all(core.causal == core.padded == (kind == "CLIP") for core in cores) and len(ends) == (kind == "CLIP")
     model = qflash.zero_shot_model(of_images, of_texts, float_model)
     assert isinstance(model, transformers.PreTrainedModel) and model.config is float_model.config and not model.training
-    pixels, texts = images(6, 4), given_to(kind, draw_texts(5, 3))
+    pixels, texts = images(6, 4), given_to(kind)
     found = model(pixel_values=pixels, **texts)
     unit = torch.nn.functional.normalize
     assert torch.equal(found.image_embeds, unit(of_images.dequantize(of_images(pixels)), dim=-1))
@@ -131,8 +131,7 @@ def test_the_pipeline_classifies(kind: str) -> None:
         classify = transformers.pipeline(
             "zero-shot-image-classification", model=one, tokenizer=tokenizer, image_processor=processor
         )
-        length = {} if kind == "CLIP" else {"tokenizer_kwargs": {"max_length": TOKENS}}
-        found = classify(shown, candidate_labels=labels, hypothesis_template="w5 {}", **length)
+        found = classify(shown, candidate_labels=labels, hypothesis_template="w5 {}")
         scores.append({each["label"]: each["score"] for each in found})
     assert all(abs(scores[0][label] - score) < 0.1 for label, score in scores[1].items())
 

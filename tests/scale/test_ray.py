@@ -178,7 +178,8 @@ def test_other_sources_and_damaged_files(
     assert broken["embedding"] is None and broken["error"].startswith("UnidentifiedImageError")
     assert {name: row["embedding"] for name, row in rows.items()} == {name: wanted[name] for name in rows}
     about = json.loads((output / "_network.json").read_text())
-    assert about == {"network": network.name, "output": "logits", "unit": qflash.load_model(network).scales["logits"]}
+    ((name, unit),) = qflash.load_model(network).scales.items()
+    assert about == {"network": network.name, "output": name, "unit": unit}
     again = subprocess.run(
         [sys.executable, *map(str, features(network, source, output))],
         capture_output=True,

@@ -12,6 +12,7 @@ import torch
 from .plan_cache import Run, Tensors
 from .specification import gated, layers, quantization, reference, rotary
 from .specification.attention_call import AttentionCall, Scales, VarlenCall, float_call
+from .specification.gated import GatedIntegers
 from .specification.layers import Activation, LinearIntegers
 from .specification.memory_format import as_four, is_expanded
 from .unseen_tokens import once, searches, shown_tokens, without_unseen
@@ -211,7 +212,7 @@ class Backend:
         return gated.gated(x, gate_multiplier, multiplier, offset, activation, out_dtype)
 
     def linear_gated(
-        self, x: torch.Tensor, layer: LinearIntegers, product: gated.GatedIntegers, out_dtype: torch.dtype
+        self, x: torch.Tensor, layer: LinearIntegers, product: GatedIntegers, out_dtype: torch.dtype
     ) -> torch.Tensor:
         """Run a linear layer to int16 and the gated product of its outputs."""
         return self.gated(self.linear(x, layer, torch.int16), *product, out_dtype)

@@ -277,14 +277,14 @@ class IntegerNetwork(IntegerModule):
         found = run_mixed(self, taken) if isinstance(taken, (list, tuple)) else self.run(taken)
         return found if len(found) > 1 else next(iter(found.values()))
 
-    def _product_of(self, index: int, parts: Mapping[str, IntegerModule]) -> Node | None:
-        """Return the gated product that follows a node, if it is a linear layer to int16 that nothing else takes; else None."""
+    def _product_of(self, index: int, parts: Mapping[str, IntegerModule]) -> str | None:
+        """Name the gated product that follows a node, if it is a linear layer to int16 that nothing else takes; else None."""
         name, last = self.nodes[index].name, index + 1 == len(self.nodes)
         if last or self.nodes[index + 1].inputs != (name,) or self._last_use[name] != index + 1:
             return None
-        layer, after = parts[name], self.nodes[index + 1]
+        layer, after = parts[name], self.nodes[index + 1].name
         fits = type(layer) is Linear and layer.dtype == torch.int16 and layer.scatter is None
-        return after if fits and isinstance(parts[after.name], Gated) else None
+        return after if fits and isinstance(parts[after], Gated) else None
 
     def run(self, images: torch.Tensor, seen: Callable[[str, torch.Tensor], None] | None = None) -> dict[str, torch.Tensor]:
         """Return the outputs by name, of images as :meth:`forward` takes them.
@@ -306,9 +306,11 @@ class IntegerNetwork(IntegerModule):
         for index, node in enumerate(self.nodes):
             if node.name in values:
                 continue
-            part, product = parts[node.name], None if seen is not None else self._product_of(index, parts)
-            if product is not None:
-                values[product.name] = parts[product.name].behind(part, values[node.inputs[0]], self.backend)
+            part, after = parts[node.name], None if seen is not None else self._product_of(index, parts)
+            if after is not None:
+                product = parts[after]
+                assert isinstance(product, Gated) and isinstance(part, Linear)
+                values[after] = product.behind(part, values[node.inputs[0]], self.backend)
             else:
                 values[node.name] = part(*(values[x] for x in node.inputs), backend=self.backend)
             if seen is not None:

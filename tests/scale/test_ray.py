@@ -246,7 +246,7 @@ def test_answers(server: str, photos: Path, network: Path, wanted: dict[str, lis
             return error.code, json.load(error)
 
     name, row = next(iter(wanted.items()))
-    unit = qflash.load_model(network).scales["logits"]
+    (unit,) = qflash.load_model(network).scales.values()
     content = (photos / name).read_bytes()
     assert post("/embedding", content) == (200, {"embedding": row, "unit": unit})
     status, answer = post("/classes?top=2", content)

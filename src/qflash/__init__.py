@@ -83,11 +83,11 @@ else:
         from . import api, explanation, precompile
         from .integrations import calibrate, images, inspection, patching, sdpa
         from .integrations import transformers as names_of_attention
-        from .network import c_export, compare, hugging_face, onnx_export, storage, tosa_export, web_export
+        from .network import c_export, compare, hugging_face, onnx_export, storage, tosa_export, web_export, zero_shot
         from .network import quantize as network
         from .specification import quantization, recipe
 
-        networks = network, storage, onnx_export, tosa_export, c_export, web_export, compare, hugging_face
+        networks = network, storage, onnx_export, tosa_export, c_export, web_export, compare, hugging_face, zero_shot
         models = patching, calibrate, inspection, images, names_of_attention, sdpa
         homes = recipe, quantization, *models, *networks, precompile, explanation, api
         names = {name: x for home in homes for name, x in vars(home).items()}

@@ -20,6 +20,7 @@ from qflash.network import quantize
 from qflash.network.capture import BATCH, capture, drop_unread_rows
 from qflash.network.float_parts import KEPT, kept_nodes, with_float_parts
 from qflash.network.onnx_check import check_onnx
+from qflash.network.operators.gated import Gated
 from qflash.network.quality import sqnr_db
 from small_networks import timm
 
@@ -151,6 +152,19 @@ def test_linear_layers_run_with_the_products_behind_them(name: str, monkeypatch:
         assert len(called) == 2 and all(torch.equal(apart[output], together[output]) for output in apart)
         called.clear()
     assert {node.name for node in network.nodes} == seen
+    product = next(name for name in seen if isinstance(network.part(name), Gated))
+    hooked: list[int] = []
+    hook = network.part(product).register_forward_hook(lambda *given: hooked.append(1))
+    again = network.run(images(2))
+    hook.remove()
+    assert hooked and all(torch.equal(apart[output], again[output]) for output in apart)
+    # a layer that adds a residual is not part of the operator for both
+    index = next(index for index, node in enumerate(network.nodes) if node.name == product) - 1
+    parts = {node.name: network.part(node.name) for node in network.nodes}
+    assert network._product_of(index, parts) == product
+    with_residual = network.nodes[index]._replace(inputs=(*network.nodes[index].inputs, "residual"))
+    network.nodes = (*network.nodes[:index], with_residual, *network.nodes[index + 1 :])
+    assert network._product_of(index, parts) is None
 
 
 @pytest.mark.parametrize("name", FAMILIES)

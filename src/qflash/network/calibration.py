@@ -91,9 +91,11 @@ def _sum_of_rows(rows: torch.Tensor) -> torch.Tensor:
 class Observer:
     """Ranges of the channels (last dimension) of a tensor over batches.
 
-    The rows of all batches are one stream, and everything is a function of that stream alone: where one batch ends and the next
-    begins changes no bit. So rows are added up in blocks of the stream, and the sample for percentiles and errors is the rows
-    with the least :func:`_marks`, at most :data:`_ROWS`. A stride would meet the same tokens of every image.
+    The rows of all batches are one stream, and all but ``"expected"`` ranges are functions of that stream alone: where one
+    batch ends and the next begins changes no bit. So rows are added up in blocks of the stream, and the sample for percentiles
+    and errors is the rows with the least :func:`_marks`, at most :data:`_ROWS`. A stride would meet the same tokens of every
+    image. ``"expected"`` ranges are of calls, so an image a call is given; they leave out fewer than :data:`_GROUP` rows at the
+    end.
 
     Attributes:
         count: rows that were seen.

@@ -278,13 +278,17 @@ class IntegerNetwork(IntegerModule):
         return found if len(found) > 1 else next(iter(found.values()))
 
     def _product_of(self, index: int, parts: Mapping[str, IntegerModule]) -> str | None:
-        """Name the gated product that follows a node, if it is a linear layer to int16 that nothing else takes; else None."""
-        name, last = self.nodes[index].name, index + 1 == len(self.nodes)
+        """Name the gated product that follows a node, if it is a linear layer to int16 that nothing else takes; else None.
+
+        Hooks of either see it called by itself.
+        """
+        (name, inputs), last = self.nodes[index], index + 1 == len(self.nodes)
         if last or self.nodes[index + 1].inputs != (name,) or self._last_use[name] != index + 1:
             return None
         layer, after = parts[name], self.nodes[index + 1].name
-        fits = type(layer) is Linear and layer.dtype == torch.int16 and layer.scatter is None
-        return after if fits and isinstance(parts[after], Gated) else None
+        fits = type(layer) is Linear and layer.dtype == torch.int16 and layer.scatter is None and len(inputs) == 1
+        hooks = any(each._forward_hooks or each._forward_pre_hooks for each in (layer, parts[after]))
+        return after if fits and isinstance(parts[after], Gated) and not hooks else None
 
     def run(self, images: torch.Tensor, seen: Callable[[str, torch.Tensor], None] | None = None) -> dict[str, torch.Tensor]:
         """Return the outputs by name, of images as :meth:`forward` takes them.

@@ -166,9 +166,10 @@ class IntegerTowers(PreTrainedModel):
     def __init__(self, images: IntegerNetwork, texts: IntegerNetwork, like: Any) -> None:
         super().__init__(like.config)
         self.images, self.texts = images, texts
-        self.register_buffer("logit_scale", like.logit_scale.detach().float().clone())
-        bias = getattr(like, "logit_bias", None)
-        self.register_buffer("logit_bias", torch.zeros(1) if bias is None else bias.detach().float().clone())
+        device, bias = next(images.buffers()).device, getattr(like, "logit_bias", None)
+        self.register_buffer("logit_scale", like.logit_scale.detach().float().to(device, copy=True))
+        bias = torch.zeros(1) if bias is None else bias.detach().float()
+        self.register_buffer("logit_bias", bias.to(device, copy=True))
         self.eval()
 
     @property

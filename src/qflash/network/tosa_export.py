@@ -32,7 +32,7 @@ def export_tosa(
         path: of the file; an existing one is replaced only after the new one is complete.
         batch: images in a batch, at least 1. TOSA's shapes are static.
         size: of the images, of a network with several; the first of ``network.image_sizes`` if None.
-        int16: use tables of the extension EXT-INT16, with which GELU and SiLU have fewer operators.
+        int16: use tables of the extension EXT-INT16, with which linear layers' GELU and SiLU have fewer operators.
 
     Returns:
         how many operators each node became, without constants: by the node's name and the operator's.

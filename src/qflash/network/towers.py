@@ -43,9 +43,10 @@ class OpenClipTowers(nn.Module):
         super().__init__()
         self.images, self.texts = images, texts
         self.context_length, self.output_dict = like.context_length, like.output_dict
+        device = next(images.buffers()).device
         for name in ("logit_scale", "logit_bias"):
             value = getattr(like, name)
-            self.register_buffer(name, None if value is None else value.detach().float().clone())
+            self.register_buffer(name, None if value is None else value.detach().float().to(device, copy=True))
         self.eval()
 
     def encode_image(self, image: torch.Tensor, normalize: bool = False) -> torch.Tensor:

@@ -65,6 +65,13 @@ def zero_shot_model(images: IntegerNetwork, texts: IntegerNetwork, like: nn.Modu
     if widths[0] != widths[1]:
         raise ValueError(f"images and texts must have embeddings of as many channels, have {widths[0]} and {widths[1]}")
     if library == "transformers":
+        config: Any = like.config
+        known = config.text_config.vocab_size
+        if texts.image[1] != known:
+            raise ValueError(f"texts must take ids of like's {known} tokens, takes {texts.image[1]}")
+        width = getattr(config, "projection_dim", None)
+        if width not in (None, widths[0]):
+            raise ValueError(f"images and texts must have like's {width} channels, have {widths[0]}")
         from transformers.models.auto.modeling_auto import MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
 
         from .pretrained import IntegerTowers

@@ -212,7 +212,9 @@ def test_every_row_of_table_5_is_a_claim() -> None:
     assert len(items) == 49
     assert len({item.text for item in items}) == 49
     summary = {"method": "i-vit", "top1_percent": 71.5, "top1_interval_percent": [71.1, 71.9]}
-    record = {"models": [{"model": "DeiT-T", "methods": [summary]}], "environment": GPU}
+    record = {"models": [{"model": "DeiT-T", "methods": [summary]}], "environment": GPU, "conditions": {"weights": "w.pth"}}
+    assert claim({"evaluate": [record]}, "Top-1 of I-ViT on DeiT-T").mark == "not run"
+    record["conditions"] = {"weights": "pretrained"}
     item = claim({"evaluate": [record]}, "Top-1 of I-ViT on DeiT-T")
     assert (item.paper, item.ours, item.mark) == ("71.70 %", "71.50 % [71.10, 71.90]", "agrees")
     summary["top1_interval_percent"] = [71.1, 71.6]

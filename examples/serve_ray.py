@@ -25,7 +25,7 @@ import torch
 import uvicorn
 from PIL import Image
 from ray import serve
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -101,33 +101,52 @@ class Server:
         if self.waiting >= self.limit:
             return self.later(429, f"{self.waiting} requests are waiting")
         self.waiting += 1
+        end = time.monotonic() + MARGIN * self.deadline
         try:
-            response = await asyncio.wait_for(self.answer(request), MARGIN * self.deadline)
-            self.limit = min(self.limit + 1 / self.limit, self.most)
-            return response
+            content = await asyncio.wait_for(self.read(request), end - time.monotonic())
+            if isinstance(content, Response):
+                return content
+            found = await self.compute_until(end, content)
+            return self.shown(request, found)
         except asyncio.TimeoutError:
-            now = time.monotonic()
-            if now - self.halved > self.deadline:  # once for all that were taken in together
-                self.limit, self.halved = max(self.limit / 2, 1.0), now
             return self.later(503, f"not done within {self.deadline} s")
+        except RayError as error:
+            return self.later(503, f"a replica failed: {type(error).__name__}")
         finally:
             self.waiting -= 1
 
-    async def answer(self, request: Request) -> Response:
+    async def read(self, request: Request) -> bytes | Response:
+        """Return the image file of a request, or what is wrong with the request."""
         top = request.query_params.get("top", "5")
-        if not (top.isdecimal() and int(top) > 0):
-            return JSONResponse({"error": f"top must be a positive integer, got {top!r}"}, 400)
+        if not (len(top) < 10 and top.isdecimal() and int(top) > 0):
+            return JSONResponse({"error": f"top must be a positive integer, got {top[:20]!r}"}, 400)
         content = b""
         async for part in request.stream():
             content += part
             if len(content) > LARGEST:
                 return JSONResponse({"error": f"an image file may have {LARGEST} bytes"}, 413)
-        found = await self.compute(content)
+        return content
+
+    async def compute_until(self, end: float, content: bytes) -> list[int] | str:
+        """Return what a replica makes of an image, and adapt how many requests may wait to whether it is done in time."""
+        try:
+            found = await asyncio.wait_for(self.compute(content), end - time.monotonic())
+        except asyncio.TimeoutError:
+            now = time.monotonic()
+            if now - self.halved > self.deadline:  # once for all that were taken in together
+                self.limit, self.halved = max(self.limit / 2, 1.0), now
+            raise
+        self.limit = min(self.limit + 1 / self.limit, self.most)
+        return found
+
+    def shown(self, request: Request, found: list[int] | str) -> Response:
+        """Return the answer to a request."""
         if isinstance(found, str):
             return JSONResponse({"error": f"no image: {found}"}, 400)
         if request.url.path == "/embedding":
             return JSONResponse({"embedding": found, "unit": self.unit})
-        places = sorted(range(len(found)), key=found.__getitem__, reverse=True)[: int(top)]
+        top = int(request.query_params.get("top", "5"))
+        places = sorted(range(len(found)), key=found.__getitem__, reverse=True)[:top]
         called = [self.labels[place] if place < len(self.labels) else str(place) for place in places]
         rows = [{"class": x, "logit": found[place] * self.unit} for x, place in zip(called, places, strict=True)]
         return JSONResponse({"classes": rows})

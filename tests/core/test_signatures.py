@@ -19,6 +19,7 @@ MORE = {
     # operators of torch.ops.qflash have the parameters of their schemas
     "execution.py": {"int8_attention"},
     "varlen.py": {"varlen_attention"},
+    "network/operators/gated.py": {"int8_linear_gated"},
     "network/operators/norms.py": {"integer_norm", "_check"},
     # the constants of a normalisation, tokens that it takes, what it adds to, and whether the mean stays
     "specification/layers.py": {"layer_norm"},

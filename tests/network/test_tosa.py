@@ -262,7 +262,9 @@ def test_a_layer_normalisation(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", some(range(1, 6), 1))
-@pytest.mark.parametrize("draw_layer", [x for x in network_cases.MOVING if x is not network_cases.draw_embedding])
+@pytest.mark.parametrize(
+    "draw_layer", [x for x in network_cases.MOVING if x not in (network_cases.draw_embedding, network_cases.draw_linear_gated)]
+)
 def test_layers_that_move_tokens(draw_layer: Callable[[int], Layer], number: int) -> None:
     check_layer(draw_layer(number))
 

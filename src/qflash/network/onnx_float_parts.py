@@ -87,7 +87,8 @@ def _embed(graph: Graph, node: FloatNode, x: Value, shape: Shape) -> Value:
     x = graph.reshape(graph.cut_patches(x, shape[1:], high, wide), 0, channels, rows, high, columns, wide)
     x = graph.reshape(graph.transpose(x, 0, 2, 4, 1, 3, 5), 0, rows * columns, channels * high * wide)
     x = graph.node("MatMul", x, _constant(graph, node.weight.mT.contiguous(), "weight"))
-    x = graph.node("Add", x, _constant(graph, node.bias, "bias"))
+    if node.bias is not None:
+        x = graph.node("Add", x, _constant(graph, node.bias, "bias"))
     if node.position is not None:
         x = graph.node("Add", x, _constant(graph, node.position, "position"))
     if node.prefix is None:

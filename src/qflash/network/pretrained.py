@@ -168,7 +168,7 @@ class IntegerTowers(PreTrainedModel):
         self.images, self.texts = images, texts
         device, bias = next(images.buffers()).device, getattr(like, "logit_bias", None)
         self.register_buffer("logit_scale", like.logit_scale.detach().float().to(device, copy=True))
-        bias = torch.zeros(1) if bias is None else bias.detach().float()
+        bias = torch.zeros(1, dtype=torch.float32, device=device) if bias is None else bias.detach().float()
         self.register_buffer("logit_bias", bias.to(device, copy=True))
         self.eval()
 

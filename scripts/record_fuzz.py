@@ -35,11 +35,11 @@ class Counter:
             self.tests[item.name] = (sum(int(each[0]) for each in found), sum(int(each[1]) for each in found))
 
 
-def main(output: pathlib.Path, times: int, arguments: list[str]) -> int:
+def main(output: pathlib.Path, times: int, tests: list[str]) -> int:
     """Run the tests, write what came out, return pytest's exit status."""
     os.environ["QFLASH_FUZZ"] = str(times)  # tests/fuzz reads it when it is imported
     counter, start = Counter(), time.monotonic()
-    status = pytest.main(["-q", "-p", "no:xdist", "-p", "no:cacheprovider", FOLDER, *arguments], plugins=[counter])
+    status = pytest.main(["-q", "-p", "no:xdist", "-p", "no:cacheprovider", *tests], plugins=[counter])
     passed, failed = (sum(each) for each in zip(*counter.tests.values(), strict=True)) if counter.tests else (0, 0)
     record = {
         "what": "random examples of tests/fuzz", "date": datetime.date.today().isoformat(), "times": times,
@@ -58,7 +58,8 @@ if __name__ == "__main__":
     parser.add_argument(
         "--times", type=int, default=30, help="as many times the examples of the test suite; TIMES of make fuzz"
     )
-    given, rest = parser.parse_known_args()
+    parser.add_argument("--test", action="append", help="a file or a test of it, repeatable; all if left out")
+    given = parser.parse_args()
     if given.times < 1:
         parser.error(f"--times must be at least 1, got {given.times}")
-    sys.exit(main(given.output, given.times, rest))
+    sys.exit(main(given.output, given.times, given.test or [FOLDER]))

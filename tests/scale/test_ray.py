@@ -229,9 +229,12 @@ def test_a_killed_replica_loses_no_request(server: str, photos: Path, network: P
 
 
 def test_overload_is_refused_in_time(server: str, photos: Path, network: Path, tmp_path: Path) -> None:
-    found = load(server, photos, network, tmp_path / "overload.json", "--rate", "150", "--seconds", "6")
-    check(found)
-    assert found["outcomes"].get("retryable: 429", 0) > 0, found
+    for rate in (150, 300, 600, 1200):  # what is too much depends on the machine
+        found = load(server, photos, network, tmp_path / "overload.json", "--rate", str(rate), "--seconds", "6")
+        check(found)
+        if found["outcomes"].get("retryable: 429", 0):
+            return
+    pytest.fail(f"nothing was refused: {found}")
 
 
 def test_answers(server: str, photos: Path, network: Path, wanted: dict[str, list[int]]) -> None:

@@ -48,17 +48,31 @@ def _asked(options: dict[str, Any]) -> list[str]:
     return [name for name, value in options.items() if isinstance(value, torch.Tensor) or value]
 
 
-class IntegerModel(PreTrainedModel):
-    """Runs an integer network where transformers runs a model.
-
-    Attributes:
-        network: integer.
-    """
+class _Integer(PreTrainedModel):
+    """Has what transformers asks of a model whose numbers are in integer networks."""
 
     config_class = PretrainedConfig
     main_input_name = "pixel_values"
     # whatever attention the float model's config names
     _supports_sdpa = _supports_flash_attn = _supports_flash_attn_2 = _supports_flex_attn = _supports_attention_backend = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of outputs."""
+        return torch.float32
+
+    @property
+    def device(self) -> torch.device:
+        """Of the networks."""
+        return next(self.buffers()).device
+
+
+class IntegerModel(_Integer):
+    """Runs an integer network where transformers runs a model.
+
+    Attributes:
+        network: integer.
+    """
 
     def __init__(self, network: IntegerNetwork, config: PretrainedConfig) -> None:
         super().__init__(config)
@@ -73,16 +87,6 @@ class IntegerModel(PreTrainedModel):
         if takes_ids(network.image):
             self.main_input_name = "input_ids"
         self.eval()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of outputs."""
-        return torch.float32
-
-    @property
-    def device(self) -> torch.device:
-        """Of the network."""
-        return next(self.network.buffers()).device
 
     def forward(
         self, pixel_values: torch.Tensor | None = None, return_dict: bool | None = None, *,
@@ -148,7 +152,7 @@ class IntegerSimilarity(ModelOutput):
     image_embeds: torch.Tensor | None = None
 
 
-class IntegerTowers(PreTrainedModel):
+class IntegerTowers(_Integer):
     """Runs two integer networks where transformers runs a CLIP or a SigLIP.
 
     Attributes:
@@ -157,9 +161,6 @@ class IntegerTowers(PreTrainedModel):
         logit_bias: the same, 0 where it has none.
     """
 
-    config_class = PretrainedConfig
-    main_input_name = "pixel_values"
-    _supports_sdpa = _supports_flash_attn = _supports_flash_attn_2 = _supports_flex_attn = _supports_attention_backend = True
     logit_scale: torch.Tensor
     logit_bias: torch.Tensor
 
@@ -171,16 +172,6 @@ class IntegerTowers(PreTrainedModel):
         bias = torch.zeros(1, dtype=torch.float32, device=device) if bias is None else bias.detach().float()
         self.register_buffer("logit_bias", bias.to(device, copy=True))
         self.eval()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of outputs."""
-        return torch.float32
-
-    @property
-    def device(self) -> torch.device:
-        """Of the networks."""
-        return self.logit_scale.device
 
     def forward(
         self, input_ids: torch.Tensor | None = None, pixel_values: torch.Tensor | None = None,

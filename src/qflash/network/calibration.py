@@ -113,9 +113,8 @@ class Observer:
         self._origin: torch.Tensor | None = None
         self._products: list[torch.Tensor] = []
         self._ends: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._group: torch.Tensor | None = (
-            None  # minima with the other sign and maxima, float64 (2, channels), of so many rows:
-        )
+        # minima with the other sign and maxima, float64 (2, channels), of so many rows:
+        self._group: torch.Tensor | None = None
         self._grouped = 0
         # of groups that are full: how many, their mean, and the sum of squared distances from it
         self._groups, self._usual, self._spread = 0, *torch.zeros(2, dtype=torch.float64, device="cpu")

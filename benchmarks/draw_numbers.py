@@ -1,4 +1,4 @@
-"""Draw numbers of README and docs to trace by hand: half of them from tables, half from prose.
+"""Print random numbers of README and docs, whose sources a reader then looks up: half from tables, half from prose.
 
 ``python benchmarks/draw_numbers.py --seed 74 --count 60`` prints page, line and text of each: in tables
 those between markers or of a result file, in prose decimals and figures with a unit.

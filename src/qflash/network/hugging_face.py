@@ -58,8 +58,8 @@ def transformers_model(network: IntegerNetwork, config: Any = None) -> Any:
 def sentence_transformer(model: Any, network: IntegerNetwork) -> Any:
     """Have a SentenceTransformer run an integer network in the place of its encoder, and return it.
 
-    The float encoder is dropped. ``encode`` tokenises as before, runs the network, dequantises its tokens, and pools and
-    normalises them in floating point, as before.
+    The float encoder is dropped. ``encode`` tokenises, runs the network, dequantises its tokens, and pools and normalises them
+    in floating point.
 
     Args:
         model: a SentenceTransformer whose first module holds an encoder of transformers. It is changed.

@@ -51,6 +51,8 @@ class Run:
     bias: bool = False
     rounds: int = 15
     device: str = "cuda"
+    dtype: str | None = None
+    peers: tuple[str, ...] = ()
 
     def options(self) -> list[str]:
         """Return the command line behind ``qflash-lab bench``."""
@@ -60,15 +62,22 @@ class Run:
             "--shape": self.shapes,
             "--method": self.methods,
             "--mode": self.modes,
+            "--peer": self.peers,
+            "--dtype": (self.dtype,) if self.dtype else (),
         }
         options = [word for name, values in several.items() for value in values for word in (name, value)]
         return [*options, *(["--bias"] if self.bias else []), "--rounds", str(self.rounds), "--device", self.device]
 
     def parts(self) -> list[Run]:
-        """Return the run workload by workload and shape by shape, to compile for."""
-        alone = dataclasses.replace(self, workloads=(), shapes=(), rounds=1)
+        """Return the run workload by workload and shape by shape, to compile for; what others compiled is left out."""
+        compiled = tuple(name for name in self.methods if name not in (*col.FP16, *NOT_COMPILED))
+        alone = dataclasses.replace(self, workloads=(), shapes=(), methods=compiled, rounds=1)
         parts = [dataclasses.replace(alone, workloads=(name,)) for name in self.workloads]
         return parts + [dataclasses.replace(alone, shapes=(shape,)) for shape in self.shapes]
+
+
+NOT_COMPILED = tuple(name for name in col.PEERS if name != col.SAGE)
+"""Peers whose kernels come as machine code."""
 
 
 def _long(least: int, most: int) -> tuple[str, ...]:
@@ -93,6 +102,23 @@ RUNS = (
 )
 """Under the names that ``performance_tables.py`` reads, behind which the card stands there."""
 
+# images, heads, tokens, channels of models and of long rows that show where 16-bit kernels for Hopper alone are ahead
+HOPPER = (
+    "8,6,197,64", "64,12,197,64", "1,16,577,64", "8,16,577,64", "64,16,577,64", "64,16,729,72", "1,12,1370,64",
+    "1,16,1374,64", "8,16,1374,64", "8,16,1024,80", "8,16,1024,128", "4,16,4096,64", "4,16,4096,80", "1,24,4608,128",
+)  # fmt: skip
+PEER_RUNS = tuple(
+    Run(
+        f"peers_{dtype}",
+        tuple(workload.name for workload in WORKLOADS),
+        shapes=HOPPER,
+        methods=(*col.FP16, *col.PEERS, *col.OURS),
+        dtype=dtype,
+        peers=("all",),
+    )
+    for dtype in ("float16", "bfloat16")
+)
+"""Beside packages that a machine may lack; measured where they are asked for."""
 
 CPU_RUN = Run(
     "cpu",
@@ -104,6 +130,7 @@ CPU_RUN = Run(
     device="cpu",
 )
 """What the tables of CPUs show; measured where it is asked for."""
+ALL_RUNS = (*RUNS, *PEER_RUNS, CPU_RUN)
 
 
 def card_of(device: str) -> str:
@@ -137,13 +164,14 @@ def main(output: Path, runs: Sequence[Run], processes: int) -> int:
     failed = 0
     for run in runs:
         console.print(f"[bold]{run.name}[/bold]")
-        with tempfile.TemporaryDirectory() as folder:
-            if bench(run, Path(folder)) != 0:
-                failed += 1
-                continue
-            for kind in ("json", "csv"):
-                name = run.name if run is CPU_RUN else f"{run.name}_{card}"
-                shutil.copyfile(Path(folder, f"bench.{kind}"), output / f"{name}.{kind}")
+        name = run.name if run is CPU_RUN else f"{run.name}_{card}"
+        part = output / f"{name}.part"  # stays, with the rows so far, where the run is cut short
+        if bench(run, part) != 0:
+            failed += 1
+            continue
+        for kind in ("json", "csv"):
+            shutil.move(part / f"bench.{kind}", output / f"{name}.{kind}")
+        shutil.rmtree(part)
     return failed
 
 
@@ -151,7 +179,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     """Return a parser of what programs take that measure :data:`RUNS`: a folder, some runs, and processes to compile with."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("output", type=Path, metavar="FOLDER", help="where the results go")
-    parser.add_argument("--run", action="append", choices=[run.name for run in (*RUNS, CPU_RUN)], help="only this; repeatable")
+    parser.add_argument("--run", action="append", choices=[run.name for run in ALL_RUNS], help="only this; repeatable")
     parser.add_argument(
         "--processes", type=int, default=min(16, os.cpu_count() or 1), help="that compile side by side; 1: none beforehand"
     )
@@ -163,7 +191,7 @@ def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[Run
     arguments = parser.parse_args()
     if arguments.processes < 1:
         parser.error(f"--processes must be at least 1, got {arguments.processes}")
-    chosen = [run for run in (*RUNS, CPU_RUN) if (run.name in arguments.run if arguments.run else run in RUNS)]
+    chosen = [run for run in ALL_RUNS if (run.name in arguments.run if arguments.run else run in RUNS)]
     if not torch.cuda.is_available() and any(run.device == "cuda" for run in chosen):
         parser.error("it measures a GPU, and PyTorch finds none; on a CPU it measures --run cpu")
     return arguments, chosen

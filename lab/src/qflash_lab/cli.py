@@ -159,7 +159,11 @@ MethodOption = Annotated[
     list[str] | None, typer.Option(show_default="all", help="Only this method, by its name in the table; repeatable.")
 ]
 PeerOption = Annotated[
-    list[str] | None, typer.Option(help="NAME=module:callable, called as f(q, k, v, attn_mask, is_causal, scale); repeatable.")
+    list[str] | None,
+    typer.Option(
+        help="fa3, fa3 split, sageattention, fa3 float8, cudnn float8 or all, from their packages; or NAME=module:callable, "
+        "called as f(q, k, v, attn_mask, is_causal, scale); repeatable."
+    ),
 ]
 RecipeOption = Annotated[
     list[str] | None, typer.Option(show_default="default", help="paper, default, accurate or per-tensor; repeatable.")

@@ -153,7 +153,7 @@ def test_folded_and_nested_agree() -> None:
 )
 def test_bad_peers(peers: str, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        bench_methods.load_peer(text)
+        bench_methods.load_peers([text])
 
 
 def test_methods() -> None:

@@ -48,7 +48,7 @@ def check_rows(run: Any, record: dict[str, Any]) -> None:
 
 
 def test_parts_are_the_run() -> None:
-    for run in MEASURE.RUNS:
+    for run in (*MEASURE.RUNS, *MEASURE.PEER_RUNS):
         parts = [
             bench_problems.make_problems(part.workloads, part.shapes, part.batches, bias=part.bias) for part in run.parts()
         ]

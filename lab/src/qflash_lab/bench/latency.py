@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from . import figures, report, runner, tables
+from . import figures, peers, report, runner, tables
 from . import schema as col
 from .console import progress_bar
 from .errors import describe
@@ -181,8 +181,8 @@ def timing_method(device: torch.device, rounds: int) -> str:
         f"kernel, end-to-end: device time by CUDA events around the replay of a CUDA graph of 1 to {MOST_CALLS} calls (about "
         f"1 ms), behind an untimed replay, warm caches; eager: {EAGER_CALLS} calls or fewer between two synchronisations. "
         f"Methods alternate (reversed every round), median of {rounds} samples; ratio: fastest SDPA back end of the run's "
-        "dtype ÷ row. SDPA and peers are float in, float out in every mode; baselines' kernels have int8 (or their float V) "
-        "in, float16 out (I-ViT: int8 out)"
+        "dtype ÷ row. SDPA and peers are float in, float out in every mode; fa3 takes bfloat16 in every run, float8 methods "
+        "tensors quantised beforehand; baselines' kernels have int8 (or their float V) in, float16 out (I-ViT: int8 out)"
     )
 
 
@@ -216,6 +216,7 @@ def run_bench(
     done = report.Report(
         "bench", "latency of attention with its accuracy", device, FIELDS, output,
         timing=timing_method(device, rounds), sqnr=report.SQNR, modes=list(modes),
+        packages=peers.versions([method.name for method in methods]),
     )  # fmt: skip
     done.begin()
     with progress_bar(len(problems) * len(methods)) as tick:

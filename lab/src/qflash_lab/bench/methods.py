@@ -20,6 +20,7 @@ from qflash.validation import BACKENDS
 
 from ..baselines import METHODS, Method
 from ..baselines.method import FLOAT
+from . import peers as packages
 from . import schema as col
 from .errors import describe
 from .problems import Inputs
@@ -81,7 +82,9 @@ def _prepare_qflash_int8(inputs: Inputs, *, recipe: Recipe, backend: str) -> Tim
 
 
 def _prepare_peer(inputs: Inputs, *, function: Callable[..., Any]) -> TimedCall:
-    query, key, value, mask = inputs.folded()
+    *tensors, mask = inputs.folded()
+    # some write into their inputs, which are other methods' too
+    query, key, value = (x.clone() for x in tensors)
     causal = inputs.problem.causal
     return lambda: function(query, key, value, attn_mask=mask, is_causal=causal, scale=None)
 
@@ -148,13 +151,15 @@ def _sdpa_methods() -> Iterator[TimedMethod[Inputs]]:
 
 
 def import_peer(text: str) -> tuple[str, Callable[..., Any]]:
-    """Import a third-party function given as ``NAME=module:callable``; return its name and itself.
+    """Return the name of a third-party function and itself, of :mod:`qflash_lab.bench.peers` or ``NAME=module:callable``.
 
     The function is called as ``function(query, key, value, attn_mask=None, is_causal=False, scale=None)``.
 
     Raises:
         ValueError: the text has another form, or what it names cannot be imported or called; the message says why.
     """
+    if "=" not in text:
+        return text, packages.function_of(text)
     name, equals, path = text.partition("=")
     module, colon, attribute = path.partition(":")
     if not (name.strip() and equals and module and colon and attribute):
@@ -170,10 +175,17 @@ def import_peer(text: str) -> tuple[str, Callable[..., Any]]:
     return name.strip(), function
 
 
-def load_peer(text: str) -> TimedMethod[Inputs]:
-    """Make a method of a third-party function; see :func:`import_peer`."""
-    name, function = import_peer(text)
-    return TimedMethod(name, "end-to-end", functools.partial(_prepare_peer, function=function))
+def load_peers(texts: Sequence[str]) -> list[TimedMethod[Inputs]]:
+    """Return the methods of third parties, each a name in :data:`qflash_lab.bench.peers.PEERS`, all of them or a function.
+
+    Raises:
+        ValueError: see :func:`import_peer`.
+    """
+    given = (
+        TimedMethod(name, "end-to-end", functools.partial(_prepare_peer, function=function))
+        for name, function in (import_peer(text) for text in texts if "=" in text)
+    )
+    return [*packages.methods(packages.named([text for text in texts if "=" not in text])), *given]
 
 
 def select(methods: Sequence[TimedMethod[Inputs]], only: Sequence[str]) -> list[TimedMethod[Inputs]]:
@@ -189,15 +201,15 @@ def make_methods(
     Args:
         device: a CUDA device or the CPU.
         recipes: QFlash's recipes, keys of :data:`RECIPES`.
-        peers: see :func:`load_peer`.
+        peers: see :func:`load_peers`.
         only: names to keep; all if empty.
 
     Raises:
         ValueError: a name in ``recipes``, ``peers`` or ``only`` is unknown or not unique.
     """
     check_recipes(recipes)
-    peer_methods = (load_peer(text) for text in peers)
-    return choose([*_sdpa_methods(), *_baseline_methods(), *_qflash_methods(recipes), *peer_methods], device, only)
+    found = [*_sdpa_methods(), *_baseline_methods(), *_qflash_methods(recipes), *load_peers(peers)]
+    return choose(found, device, only)
 
 
 def check_recipes(recipes: Sequence[str]) -> None:

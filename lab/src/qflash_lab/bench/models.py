@@ -122,7 +122,7 @@ def make_methods(
     Args:
         device: a CUDA device or the CPU.
         recipes: QFlash's recipes, keys of :data:`qflash_lab.bench.methods.RECIPES`.
-        peers: ``NAME=module:callable``, see :func:`qflash_lab.bench.methods.import_peer`.
+        peers: see :func:`qflash_lab.bench.methods.import_peer`.
         only: names to keep; all if empty.
 
     Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -255,6 +256,17 @@ def exact_part(inputs: Inputs, most_scores: int = _EXACT_SCORES) -> tuple[torch.
     return torch.softmax(scores, dim=-1) @ value, part, words
 
 
+class Scaled(NamedTuple):
+    """An output in float8: what it stands for is ``values * scale``."""
+
+    values: torch.Tensor
+    scale: torch.Tensor
+
+    def dequantize(self) -> torch.Tensor:
+        """Return what it stands for, in float32."""
+        return self.values.float() * self.scale
+
+
 def as_tensor(out: object, problem: Problem) -> torch.Tensor:
     """Return a method's output as ``(batch, heads, queries, value_dim)``, dequantised.
 
@@ -262,7 +274,7 @@ def as_tensor(out: object, problem: Problem) -> torch.Tensor:
         TypeError: not a tensor.
         ValueError: of another size.
     """
-    if isinstance(out, QuantizedTensor):
+    if isinstance(out, QuantizedTensor | Scaled):
         out = out.dequantize()
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"the method returned {type(out).__name__}, a tensor is needed")

@@ -128,6 +128,11 @@ SDPA_CUDNN = "sdpa cudnn"
 SDPA_EFFICIENT = "sdpa efficient"
 FP16 = (SDPA_FLASH, SDPA_CUDNN, SDPA_EFFICIENT)
 """PyTorch's fused 16-bit kernels: a comparison with fp16 is with the fastest of them that a run has."""
+FA3, FA3_SPLIT, FA3_FLOAT8 = "fa3", "fa3 split", "fa3 float8"
+"""FlashAttention-3 in bfloat16: as its package calls it, with the split of keys that it chooses, and from float8."""
+SAGE, CUDNN_FLOAT8 = "sageattention", "cudnn float8"
+PEERS = (FA3, FA3_SPLIT, SAGE, FA3_FLOAT8, CUDNN_FLOAT8)
+"""Methods of other packages, see :mod:`qflash_lab.bench.peers`."""
 QFLASH = "qflash"
 QFLASH_INT8 = "qflash int8"
 OURS = (QFLASH_INT8, QFLASH)

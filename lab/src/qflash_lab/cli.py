@@ -281,8 +281,9 @@ def models(
     base: BaseOption = None,
     rounds: Annotated[int, typer.Option(min=1, help="Samples a method.")] = 15,
     energy_seconds: Annotated[
-        float, typer.Option("--energy", min=0, help="With --integer: measure each method's energy for so many seconds.")
+        float, typer.Option("--energy", min=0, help="With --integer: read each method's energy over so many seconds.")
     ] = 0.0,
+    readings: Annotated[int, typer.Option(min=1, help="With --energy: readings a method, methods in alternation.")] = 5,
     device: DeviceOption = None,
     output: OutputOption = None,
 ) -> None:
@@ -291,10 +292,10 @@ def models(
     With --base two revisions of QFlash are timed instead, each in a process of its own, alternating. With --integer models are
     quantised as a whole (qflash.quantize_model) and timed beside floating point, eager and compiled.
     """
-    from .bench import console, integer_models, revisions
+    from .bench import console, integer_models, nvml, revisions
     from .bench import models as own
 
-    with _explained("models", ValueError, ImportError, revisions.RevisionError):
+    with _explained("models", ValueError, ImportError, nvml.NvmlError, revisions.RevisionError):
         where = console.pick_device(device)
         batches = batch or (console.GPU_BATCHES if where.type == "cuda" else console.CPU_BATCHES)
         if integer:
@@ -304,7 +305,7 @@ def models(
             integer_models.run_integer_models(
                 model or integer_models.MODELS, batches, integer_models.pick_methods(method or (), where.type),
                 dtype=console.pick_dtype(dtype, where), device=where, rounds=rounds, energy_seconds=energy_seconds,
-                pretrained=pretrained, image_size=image_size, output=output,
+                readings=readings, pretrained=pretrained, image_size=image_size, output=output,
             )  # fmt: skip
             return
         if energy_seconds:

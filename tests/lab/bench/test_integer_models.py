@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from qflash_lab.bench import integer_models, models
+from qflash_lab.bench import energy, integer_models, models
 from qflash_lab.bench.runner import TimedMethod
 from qflash_lab.cli import app
 
@@ -107,6 +107,24 @@ def test_bad_choices_are_named() -> None:
         integer_models.run_integer_models([], [], [], dtype=torch.float32, device=torch.device("cpu"), rounds=0)
     with pytest.raises(ValueError, match="energy is read from an NVIDIA GPU's counter, the device is cpu"):
         integer_models.run_integer_models([], [], [], dtype=torch.float32, device=torch.device("cpu"), energy_seconds=1.0)
+    with pytest.raises(ValueError, match="readings must be at least 1, got 0"):
+        integer_models.run_integer_models([], [], [], dtype=torch.float32, device=torch.device("cpu"), readings=0)
+
+
+def test_energy_of_several_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+    joules = iter((3.0, 1.0, 2.0))
+    monkeypatch.setattr(
+        integer_models.energy, "replay_energy", lambda timer, gpu, seconds: energy.Reading(next(joules), seconds, timer)
+    )
+    series = integer_models.Joules(None, 0.5, 3, idle_watts=1.0).series(images=4)  # type: ignore[arg-type]
+    assert series.rounds == 3
+    found = series.summarise([series.sample(10) for _ in range(series.rounds)])
+    # ten calls of four images each; 1 W for half a second is 0.5 J
+    assert found == {
+        "mj_per_image": 50.0, "mj_per_image_min": 25.0, "mj_per_image_max": 75.0, "mj_per_image_above_idle": 37.5,
+        "readings": 3, "watts": 4.0,
+    }  # fmt: skip
+    assert set(found) <= set(integer_models.FIELDS)
 
 
 def test_torchao_s_options_hold_for_its_own_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:

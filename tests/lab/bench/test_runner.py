@@ -110,17 +110,22 @@ def test_rows_have_what_was_found_and_their_own_columns_alone(monkeypatch: pytes
     def refuses() -> Any:
         raise NotImplementedError("no kernel\nsecond line")
 
-    def after(of: runner.Run) -> col.Row:
-        if of.row[col.METHOD] == "c":
-            raise RuntimeError("no counter")
-        return {col.SQNR_DB: 9.0, col.WATTS: 1.0}
+    taken: list[float] = []
 
+    def read(clock: Clock) -> float:
+        taken.append(clock.us)
+        if clock.us == 2.0:
+            raise RuntimeError("no counter")
+        return clock.us
+
+    after = runner.Series(3, read, lambda readings: {col.SQNR_DB: sum(readings), col.WATTS: 1.0})
     runs = [run("a", lambda: (print, {col.SQNR_DB: 30.0})), run("b", refuses), *(run(n, lambda: (print, {})) for n in "cd")]
     seen: list[str] = []
     rows = runner.measure(runs, CPU, 2, after=after, tick=seen.append)
     assert seen == ["a", "b", "c", "d"]
     assert [row[col.MEDIAN_US] for row in rows] == [4.0, None, 2.0, 8.0]
-    assert [row[col.SQNR_DB] for row in rows] == [9.0, None, None, 9.0]
+    assert taken == [4.0, 2.0, 8.0, 8.0, 4.0, 4.0, 8.0]  # by turns, backwards in the second round
+    assert [row[col.SQNR_DB] for row in rows] == [12.0, None, None, 24.0]
     assert [row[col.ERROR] for row in rows] == [None, "NotImplementedError: no kernel", "RuntimeError: no counter", None]
     assert all(tuple(row) == FIELDS for row in rows)
     assert rows[0][col.SAMPLES] == 2 and rows[0][col.CALLS] == 7

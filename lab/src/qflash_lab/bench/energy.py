@@ -157,6 +157,18 @@ def replay_energy(timer: bench_timers.GraphTimer, gpu: nvml.Gpu, seconds: float)
     return reading
 
 
+def idle_watts(gpu: nvml.Gpu, device: torch.device, seconds: float) -> float:
+    """Return the power with the CUDA context open and nothing running.
+
+    Raises:
+        qflash.nvml.NvmlError: the counter does not move.
+    """
+    torch.zeros(1, dtype=torch.float32, device=device)
+    torch.cuda.synchronize()
+    time.sleep(1.0)  # the context's own start is not idle
+    return integrate(gpu.energy, _idle, seconds).watts
+
+
 TABLE = (
     tables.names("workload", col.problem_label), tables.names("batch", lambda row: row[col.BATCH] or "-"),
     tables.names("method", col.METHOD), tables.Column("µJ a call", col.UJ),
@@ -194,9 +206,7 @@ def run_energy(
     if device.type != "cuda":
         raise nvml.NvmlError("energy is read from an NVIDIA GPU's counter, and there is no GPU here")
     gpu = nvml.Gpu(device)
-    torch.zeros(1, dtype=torch.float32, device=device)
-    time.sleep(1.0)  # the context's own start is not idle
-    idle = integrate(gpu.energy, _idle, seconds).watts
+    idle = idle_watts(gpu, device, seconds)
     done = report.Report(
         "energy", "energy of one attention call", device, FIELDS, output,
         timing=f"NVML's total-energy counter from tick to tick over {seconds:g} s of CUDA-graph replay, 0.3 s "

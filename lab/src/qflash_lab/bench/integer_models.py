@@ -39,7 +39,7 @@ BASELINE = col.COMPILE
 
 FIELDS = col.pick(
     col.MODEL, col.BATCH, col.DTYPE, col.METHOD, col.IMAGES_PER_S, col.MEDIAN_US, col.Q1_US, col.Q3_US, col.SAMPLES,
-    col.MJ_PER_IMAGE, col.WATTS, col.RATIO, col.SQNR_DB, col.ERROR,
+    col.MJ_PER_IMAGE, col.MJ_MIN, col.MJ_MAX, col.MJ_ABOVE_IDLE, col.READINGS, col.WATTS, col.RATIO, col.SQNR_DB, col.ERROR,
 )  # fmt: skip
 """Columns of ``models_integer.csv``; ``ratio`` is the baseline's time over the row's."""
 
@@ -191,6 +191,29 @@ def draw_pixels(batch: int, size: tuple[int, int, int], seed: int) -> torch.Tens
     return (fine.clamp(0, 1) * 255).to(torch.uint8)
 
 
+@dataclasses.dataclass(frozen=True)
+class Joules:
+    """How energy is read: how many readings of how many seconds each, from which GPU, and its power while nothing runs."""
+
+    gpu: nvml.Gpu
+    seconds: float
+    readings: int
+    idle_watts: float
+
+    def series(self, images: int) -> runner.Series:
+        """Return the readings of methods that take so many images a call."""
+
+        def summarise(readings: Sequence[energy.Reading]) -> Row:
+            found = energy.summarise(readings, self.idle_watts)
+            shown = {
+                col.MJ_PER_IMAGE: col.UJ, col.MJ_MIN: col.UJ_MIN, col.MJ_MAX: col.UJ_MAX, col.MJ_ABOVE_IDLE: col.UJ_ABOVE_IDLE,
+            }  # fmt: skip
+            each = {name: round(found[of] / 1e3 / images, 3) for name, of in shown.items()}
+            return each | {col.READINGS: len(readings), col.WATTS: found[col.WATTS]}
+
+        return runner.Series(self.readings, lambda timer: energy.replay_energy(timer, self.gpu, self.seconds), summarise)
+
+
 def measure(
     name: str,
     model: nn.Module,
@@ -201,7 +224,7 @@ def measure(
     *,
     dtype: torch.dtype,
     rounds: int,
-    energy_seconds: float = 0.0,
+    joules: Joules | None = None,
     tick: Callable[[str], None] = lambda _: None,
 ) -> list[Row]:
     """Time a model with every method, in alternation; one row each, keys :data:`FIELDS`.
@@ -215,7 +238,7 @@ def measure(
         methods: see :func:`pick_methods`.
         dtype: of the float methods.
         rounds: samples a method.
-        energy_seconds: how long to measure the energy of each, on a GPU, after all are timed; 0: not.
+        joules: how to measure the energy of each, on a GPU, after all are timed; None: not.
     """
     device = pixels.device
     subject = Subject(model, quantise, pixels, _normalised(pixels, model, dtype), onnx)
@@ -225,20 +248,16 @@ def measure(
         call = method.prepare(subject)
         return call, {col.SQNR_DB: round(sqnr(wanted, call()), 2)}
 
-    def joules(run: runner.Run) -> Row:
-        if not energy_seconds or not isinstance(run.timer, timers.GraphTimer):
-            return {}
-        reading = energy.replay_energy(run.timer, nvml.Gpu(device), energy_seconds)
-        each = round(1e3 * reading.joules / (reading.calls * len(pixels)), 3)
-        return {col.MJ_PER_IMAGE: each, col.WATTS: round(reading.watts, 1)}
-
     runs = []
     for method in methods:
         takes = torch.float32 if method.needs == _ONNXRUNTIME else dtype
         kind = "int8" if col.INTEGER in method.name.split() else str(takes).removeprefix("torch.")
         row = col.empty(FIELDS, model=name, batch=len(pixels), dtype=kind, method=method.name)
         runs.append(runner.Run(row, functools.partial(prepare, method)))
-    rows = runner.measure(runs, device, rounds, after=joules, tick=lambda method: tick(f"{name} b{len(pixels)} {method}"))
+    rows = runner.measure(
+        runs, device, rounds, after=None if joules is None else joules.series(len(pixels)),
+        tick=lambda method: tick(f"{name} b{len(pixels)} {method}"),
+    )  # fmt: skip
     add_images_per_s(rows)
     runner.compare(rows, lambda row: row[col.METHOD] == BASELINE)
     return rows
@@ -248,6 +267,7 @@ TABLE = (
     tables.names("model", col.MODEL), tables.names("batch", col.BATCH), tables.names("method", col.METHOD),
     tables.Column("images/s", col.IMAGES_PER_S, ".0f"), tables.Column("median µs", col.MEDIAN_US),
     tables.Column("ratio", col.RATIO), tables.Column("mJ an image", col.MJ_PER_IMAGE),
+    tables.Column("range", tables.between(col.MJ_MIN, col.MJ_MAX)),
     tables.Column("SQNR dB of logits", col.SQNR_DB),
 )  # fmt: skip
 """Of the table on the console."""
@@ -263,6 +283,7 @@ def run_integer_models(
     device: torch.device,
     rounds: int = 15,
     energy_seconds: float = 0.0,
+    readings: int = 5,
     pretrained: bool = False,
     image_size: int | None = None,
     output: pathlib.Path | None = None,
@@ -275,13 +296,20 @@ def run_integer_models(
         what ``models_integer.json`` holds: environment, timing (in words) and rows.
 
     Raises:
-        ValueError: an unknown model, something in one without an integer form, fewer than one round, or
+        ValueError: an unknown model, something in one without an integer form, fewer than one round or reading, or
             energy without a GPU.
+        qflash.nvml.NvmlError: energy is asked for, and the GPU's counter cannot be read.
         ImportError: timm is not installed.
     """
     runner.check_rounds(rounds)
     if energy_seconds and device.type != "cuda":
         raise ValueError(f"energy is read from an NVIDIA GPU's counter, the device is {device}")
+    if readings < 1:
+        raise ValueError(f"readings must be at least 1, got {readings}")
+    joules = None
+    if energy_seconds:
+        gpu = nvml.Gpu(device)
+        joules = Joules(gpu, energy_seconds, readings, energy.idle_watts(gpu, device, energy_seconds))
     loaded = {}
     for name in names:
         model, size = loaded[label(name, image_size)] = load(name, pretrained, image_size)
@@ -293,7 +321,9 @@ def run_integer_models(
         packages={package: metadata.version(package) for method in methods for package in method.needs},
         timing=f"{where}, warm, methods in alternation (order reversed every round), median of {rounds} samples; "
         f"ratio: time of {BASELINE!r} ÷ row's time; normalising images is outside the clock",
-        energy=f"NVML's counter over {energy_seconds:g} s of replay, idle power included" if energy_seconds else None,
+        energy=f"NVML's counter from tick to tick over {energy_seconds:g} s of replay, 0.3 s after its start, methods in "
+        f"alternation (order reversed every round), median of {readings} readings, idle power included" if joules else None,
+        idle_watts=None if joules is None else round(joules.idle_watts, 1),
         sqnr="20 log10(|ref| / |out - ref|) of the logits against the same weights in float32",
         weights="pretrained" if pretrained else "drawn, so that every layer shows in the output (small models: trained)",
     )  # fmt: skip
@@ -308,8 +338,7 @@ def run_integer_models(
                 for batch in batches:
                     pixels = draw_pixels(batch, size, seed=0).to(device)
                     rows = measure(
-                        name, model, quantise, pixels, onnx, methods, dtype=dtype, rounds=rounds,
-                        energy_seconds=energy_seconds, tick=tick,
+                        name, model, quantise, pixels, onnx, methods, dtype=dtype, rounds=rounds, joules=joules, tick=tick,
                     )  # fmt: skip
                     # what was compiled for one batch is not to be made general for the next
                     torch.compiler.reset()

@@ -188,6 +188,21 @@ class Run:
         self.row |= {name: value for name, value in found.items() if name in self.row}
 
 
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """Samples of another kind, taken in alternation when all methods have been timed.
+
+    Attributes:
+        rounds: samples a method.
+        sample: takes one with a timer.
+        summarise: makes columns of them.
+    """
+
+    rounds: int
+    sample: Callable[[Any], Any]
+    summarise: Callable[[Sequence[Any]], Row]
+
+
 def measure(
     runs: Sequence[Run],
     device: torch.device,
@@ -195,7 +210,7 @@ def measure(
     *,
     sample: Callable[[Any], Any] = lambda timer: timer.sample(),
     summarise: Callable[[Sequence[Any]], Row] = summarise,
-    after: Callable[[Run], Row] = lambda _: {},
+    after: Series | None = None,
     tick: Callable[[str], None] = lambda _: None,
 ) -> list[Row]:
     """Prepare every method, sample all in alternation, and return their rows with what was found.
@@ -206,7 +221,7 @@ def measure(
         rounds: samples a method.
         sample: takes a sample with a timer.
         summarise: makes columns of samples.
-        after: called for each method that has samples, when all have; returns more columns.
+        after: more samples of the methods that have been timed.
         tick: told of every method that is prepared.
     """
 
@@ -230,12 +245,11 @@ def measure(
     for place, run in enumerate(runs):
         if run.timer is not None and found[place]:
             run.fill(**{col.SAMPLES: len(found[place]), col.CALLS: run.timer.calls} | summarise(found[place]))
-    for place, run in enumerate(runs):
-        if run.timer is not None and found[place]:
-            try:
-                run.fill(**after(run))
-            except Exception as error:
-                run.row[col.ERROR] = errors.describe(error)
+    if after is not None:
+        timed = {place: run.timer for place, run in enumerate(runs) if run.timer is not None and found[place]}
+        for place, samples in by_turns(timed, after.rounds, device, sample=after.sample, failed=note).items():
+            if runs[place].timer is not None:
+                runs[place].fill(**after.summarise(samples))
     for run in runs:  # what they hold is not to outlive this
         run.timer, run.prepare = None, _spent
     return [run.row for run in runs]

@@ -84,7 +84,11 @@ UJ = _column("uj", "microjoules of a call, idle power included, median of the sa
 UJ_MIN = _column("uj_min", "the least sample")
 UJ_MAX = _column("uj_max", "the greatest sample")
 UJ_ABOVE_IDLE = _column("uj_above_idle", "without the power that the idle GPU takes")
-MJ_PER_IMAGE = _column("mj_per_image", "millijoules an image, idle power included")
+MJ_PER_IMAGE = _column("mj_per_image", "millijoules an image, idle power included, median of the readings")
+MJ_MIN = _column("mj_per_image_min", "the least reading")
+MJ_MAX = _column("mj_per_image_max", "the greatest reading")
+MJ_ABOVE_IDLE = _column("mj_per_image_above_idle", "without the power that the idle GPU takes")
+READINGS = _column("readings", "how many readings of energy")
 WATTS = _column("watts", "mean power")
 
 # Nsight Compute's counters.

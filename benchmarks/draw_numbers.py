@@ -32,23 +32,10 @@ class Drawn(NamedTuple):
     text: str
 
 
-def prose_of(text: str) -> str:
-    """Return a page with all that is no prose blanked, in the same places."""
-
-    def blank(match: re.Match[str]) -> str:
-        return re.sub(r"[^\n]", " ", match[0])
-
-    for block in reversed(list(pages.blocks_of(text))):
-        text = text[: block.start] + re.sub(r"[^\n]", " ", block.text) + text[block.stop :]
-    for pattern in (r"^```.*?^```$", r"^\|.*$", r"^    .*$", r"^<!--.*$"):
-        text = re.sub(pattern, blank, text, flags=re.DOTALL | re.MULTILINE if "```" in pattern else re.MULTILINE)
-    return re.sub(r"`[^`]*`|\]\([^)]*\)|\d{4}-\d\d-\d\d", blank, text)
-
-
 def in_prose(path: Path) -> list[Drawn]:
     """Return the figures of a page's prose."""
     text = path.read_text(encoding="utf-8")
-    name, prose = path.relative_to(trace_numbers.ROOT).as_posix(), prose_of(text)
+    name, prose = path.relative_to(trace_numbers.ROOT).as_posix(), pages.prose_of(text)
     return [
         Drawn(
             name,
@@ -56,7 +43,7 @@ def in_prose(path: Path) -> list[Drawn]:
             found[0],
             " ".join(text[max(0, found.start() - 50) : found.end() + 20].split()),
         )
-        for found in trace_numbers._FIGURE.finditer(prose)
+        for found in trace_numbers.prose.FIGURE.finditer(prose)
     ]
 
 

@@ -37,6 +37,19 @@ def blocks_of(page: str) -> Iterator[Block]:
         yield Block(match[1], match[2], match.start(2), match.end(2))
 
 
+def prose_of(text: str) -> str:
+    """Return a page with all that is no prose blanked, in the same places."""
+
+    def blank(match: re.Match[str]) -> str:
+        return re.sub(r"[^\n]", " ", match[0])
+
+    for block in reversed(list(blocks_of(text))):
+        text = text[: block.start] + re.sub(r"[^\n]", " ", block.text) + text[block.stop :]
+    for pattern in (r"^```.*?^```$", r"^\|.*$", r"^    .*$", r"^<!--.*$"):
+        text = re.sub(pattern, blank, text, flags=re.DOTALL | re.MULTILINE if "```" in pattern else re.MULTILINE)
+    return re.sub(r"`[^`]*`|\]\([^)]*\)|\d{4}-\d\d-\d\d", blank, text)
+
+
 def fill(page: str, blocks: Mapping[str, Sequence[str]]) -> str:
     """Return a page with the parts that ``blocks`` names replaced; it may have others."""
 

@@ -638,7 +638,7 @@ SECTIONS = (
         """All methods in alternation in one run, median of 15 rounds. Quantisation is inside the clock. Methods and A1 to A7:
 [workloads](../performance.md#workloads). **fastest ÷ ours** is the least of FA2, cuDNN and efficient divided by ours: above 1
 we are faster. Shapes are batch x heads x tokens x channels. The rows of 16384 keys reach the power limit: their quartiles
-lie up to 5 % apart, on int8 up to 15 %.""",
+lie up to 5 % apart, on int8 up to 13 %.""",
         Table(latencies, end_to_end),
         LATENCY_FILES,
     ),
@@ -696,7 +696,7 @@ clock, medians of nine rounds alternating ([what runs](../models.md#sequences-of
 evenly between the two ends (`benchmarks/varlen.py`). Sequences of up to 256 keys (384 with 72 to 96 channels) are one launch,
 and where there are many, up to 768 (640); others are quantised before. Slower than FA2: heads of 72 channels by a twentieth
 and, not in the table, those of 72 and 80 with other mixes of lengths by up to a seventh
-([data](../../benchmarks/archive/wide_heads_h200.json)) and heads of 128 with 64 to 256 patches (0.72, on an H100). Eager
+([data](../../benchmarks/archive/wide_heads_h200.json)) and heads of 128 with 64 to 256 patches, these on an H100. Eager
 calls repeat a kept plan.""",
         PACKED,
         (file_of("varlen"),),
@@ -768,9 +768,9 @@ all scores of its queries at once, else of one iteration of its loops over the k
     Section(
         "Machine code of Triton 3.9",
         "CUDA-graph replay, time divided by the time with Triton 3.6's code",
-        """Triton 3.9's machine code (ptxas 13.4) of the same kernels, in place of 3.6's in the launcher's cache, timed in the
-same session. All launches returned the reference's bits. `form for 3.9` is the form that is used with Triton 3.9, where it is
-another one ([why](limits.md#register-pressure-and-ptxas)).""",
+        """Triton 3.9's machine code (ptxas 13.4) of the same kernels, in place of Triton 3.6's in the launcher's cache, timed
+in the same session. All launches returned the reference's bits. `form for 3.9` is the form that is used with Triton 3.9, where
+it is another one ([why](limits.md#register-pressure-and-ptxas)).""",
         NEWER,
         ("../archive/triton39_h200",),
     ),

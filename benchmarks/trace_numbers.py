@@ -12,10 +12,12 @@ A number may stand
   - ``definitions``: sizes, versions, constants and bounds that the page defines or derives. Nothing there is measured;
   - ``published``: figures of others, which were not measured here;
   - a file of ``benchmarks/results``: every number behind the first column is a value in it, rounded (``; also 64``: or 64);
+  - ``once``: measured once, in the conditions that stand beside the table; no record was kept;
 
 * in benchmarks/archive/experiments.md, which is a notebook of trials and says so: ``<!-- numbers: notebook -->`` at its top.
 
-Bold figures outside such parts and tables are refused, and so are figures with a unit in README's text.
+Bold figures outside such parts and tables are refused. Decimals and figures with a unit in sentences are looked up in
+``prose.py``, which computes them again; in README's sentences there are none but versions.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ import openvino_networks
 import pages
 import peers_real
 import performance_tables
+import prose
 import published_configurations
 import reliability_tables
 import reproduction_tables
@@ -61,7 +64,7 @@ MAKERS = (
 )  # fmt: skip
 
 _NUMBER = re.compile(r"(?<![\w.^/\u00d7\u2013-])[-+\u2212]?\d+(?:\.\d+)?(?:e[-+]\d+)?(?![\w^\u00d7]|\.\d)")
-_FIGURE = re.compile(r"(?<![\w.])(?:\d+\.\d+|\d+(?= ?(?:%|dB\b|µs\b|times\b|TOPS\b)))")
+_FIGURE = prose.FIGURE
 _KIND = re.compile(r"<!-- numbers: ([^>]*?) -->")
 
 
@@ -158,6 +161,9 @@ def trace(path: Path, parts: dict[str, Part]) -> Iterator[Trace]:
     """Yield where a page's numbers come from."""
     name = path.relative_to(ROOT).as_posix()
     text = path.read_text(encoding="utf-8")
+    if path.name != "README.md" and path != NOTEBOOK:
+        for figure in prose.figures(name, text):
+            yield Trace(name, f"line {figure.line}", figure.source, 1, figure.text)
     if path == performance_tables.TABLES_PAGE:
         same = text == performance_tables.tables_page()
         count = sum(len(_NUMBER.findall(line)) for line in text.splitlines() if line.startswith("|"))
@@ -179,13 +185,13 @@ def trace(path: Path, parts: dict[str, Part]) -> Iterator[Trace]:
         text = text[: block.start] + re.sub(r"[^\n]", "", block.text) + text[block.stop :]
     text = re.sub(r"^```.*?^```$", lambda match: re.sub(r"[^\n]", "", match[0]), text, flags=re.DOTALL | re.MULTILINE)
     yield from _tables(name, text)
-    prose = re.sub(r"^\|.*$", "", text, flags=re.MULTILINE)
-    for match in re.finditer(r"\*\*(.+?)\*\*", prose, re.DOTALL):
+    sentences = re.sub(r"^\|.*$", "", text, flags=re.MULTILINE)
+    for match in re.finditer(r"\*\*(.+?)\*\*", sentences, re.DOTALL):
         if _FIGURE.search(match[1]):
-            yield Trace(name, f"line {prose[: match.start()].count(chr(10)) + 1}", "", 1, match[0])
+            yield Trace(name, f"line {sentences[: match.start()].count(chr(10)) + 1}", "", 1, match[0])
     if path.name == "README.md":
         allowed = set(DEFINED)
-        words = " ".join(re.sub(r"`[^`]*`|\]\([^)]*\)", "", prose).split())
+        words = " ".join(re.sub(r"`[^`]*`|\]\([^)]*\)", "", sentences).split())
         for match in _FIGURE.finditer(words):
             if match[0] not in allowed:
                 yield Trace(name, "text", "", 1, words[max(0, match.start() - 30) : match.end() + 30])
@@ -217,7 +223,7 @@ def _tables(name: str, text: str) -> Iterator[Trace]:
         if kind.partition(";")[0].endswith(".json"):
             missing = unsupported(table, kind)
             kind, example = ("", f"not in the file: {', '.join(missing)}") if missing else (kind, "")
-        elif kind not in ("definitions", "published"):
+        elif kind not in ("definitions", "published", "once"):
             kind = ""
         yield Trace(name, f"line {start + 1}", kind, count, example)
 

@@ -78,6 +78,33 @@ def test_each_falsified_figure_of_the_reliability_page_is_found(
         assert any(not found.source for found in tracer.trace(copy, parts)), text[place - 40 : place + 10]
 
 
+def test_each_falsified_figure_of_the_prose_is_found(tracer: Any) -> None:
+    """One number after the other gets another first digit, of every piece that results give numbers for."""
+    prose, count = tracer.prose, 0
+    for said in prose.SAID:
+        for match in prose.NUMBER.finditer(said.text) if said.numbers else ():
+            digit = str((int(match[0][0]) + 1) % 10)
+            false = said._replace(text=said.text[: match.start()] + digit + said.text[match.start() + 1 :])
+            assert match[0][1:] in false.wrong(), false.text
+            count += 1
+    assert count > 90
+
+
+def test_a_figure_in_a_sentence_without_a_source_is_found(tracer: Any) -> None:
+    name = "docs/tosa.md"
+    text = (tracer.ROOT / name).read_text(encoding="utf-8")
+
+    def nowhere(page: str) -> list[str]:
+        return [figure.text for figure in tracer.prose.figures(name, page) if not figure.source]
+
+    assert nowhere(text) == []
+    (found,) = nowhere(text + "\nIt is said to be\n4.2 times as fast.\n")
+    assert "to be 4.2 times" in found
+    assert nowhere(text + "\nWith Triton 3.6 it is as fast, and `4.2 times` is code.\n") == []
+    # the bytes of a parameter are computed again
+    assert "no such text: 1.2 bytes a parameter" in nowhere(text.replace("1.2 bytes", "1.3 bytes"))
+
+
 def test_values_must_be_in_the_named_file(tracer: Any) -> None:
     table = ["| | cycles |", "|---|---|", "| one | 2.0 |", "| other | 123456.5 |"]
     assert tracer.unsupported(table, "overlap_h200.json") == ["123456.5"]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import posixpath
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -305,6 +306,41 @@ CODE = Table(
         names("case", one("case")), *(Column(of, Of(of, "per_score"), digits(1)) for of in ("sm_80", "sm_90")),
         Column("registers (sm_90)", Of("sm_90", "registers"), "d"), Column("spills (sm_90)", Of("sm_90", "spills"), "d"),
     ),
+)  # fmt: skip
+
+
+CARDS = {
+    "sm_80": "A100", "sm_86": "A10, RTX 30", "sm_89": "L4, L40, RTX 40", "sm_90": "H100, H200", "sm_100": "B200",
+    "sm_120": "RTX 50",
+}  # fmt: skip
+"""Cards of the targets that ``qflash-lab verify`` compiles for."""
+
+
+@functools.cache
+def timed_cards() -> dict[str, list[str]]:
+    """Return the cards that result files, the archive's among them, are of, by target."""
+    found: dict[str, set[str]] = {}
+    for folder in (declared.RESULTS, declared.RESULTS.parent / "archive"):
+        for path in folder.glob("*.json"):
+            record = json.loads(path.read_text(encoding="utf-8"))
+            where = record.get("environment") if isinstance(record, dict) else None
+            if where and where.get("capability"):
+                found.setdefault(where["capability"], set()).add(pages.card(where["device"]))
+    return {target: sorted(cards) for target, cards in found.items()}
+
+
+TARGETS = Table(
+    lambda: groups(
+        (report | {declared.FILE: "verify_triton36.json"} for report in declared.record("verify_triton36")), "target",
+        by=lambda report: report["case"],
+    ),
+    (
+        names("Target", one("target")), names("Cards", lambda group: CARDS[one("target")(group)]),
+        names("Cases compiled", len),
+        names("Float instructions in them", lambda of: sum(report["float_count"] for report in of.values())),
+        names("Timed", lambda group: ", ".join(timed_cards().get(one("target")(group), ())) or "not timed"),
+    ),
+    lambda group: f"{one(declared.FILE)(group)}: target = {one('target')(group)}",
 )  # fmt: skip
 
 
@@ -824,7 +860,7 @@ SCHEMA = Table(
     (names("column", lambda line: f"`{line[0]}`"), names("what it holds", lambda line: line[1])),
     lambda _: "qflash_lab.bench.schema",
 )
-TABLES = {"speed:readme": SPEEDS, "speed:aims": AIMS, "bench:columns": SCHEMA}
+TABLES = {"speed:readme": SPEEDS, "speed:aims": AIMS, "speed:cards": TARGETS, "bench:columns": SCHEMA}
 """Declared tables between markers of pages."""
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from helpers import load_benchmark
+from qflash_lab.verify.compile import TARGETS
 
 
 @pytest.fixture
@@ -107,3 +108,12 @@ def test_every_line_of_a_declared_table_says_where_it_comes_from(tables: Any) ->
         assert len(origins) == len(table.markdown()) - 2
         for text in origins:
             assert (tables.declared.RESULTS / text.split(":")[0].split(",")[0]).is_file(), text
+
+
+def test_every_target_that_is_compiled_for_has_a_row_that_says_whether_it_was_timed(tables: Any) -> None:
+    rows = [row.split(" | ") for row in tables.TARGETS.markdown()[2:]]
+    assert tuple(row[0].removeprefix("| ") for row in rows) == TARGETS
+    timed = {path.stem.rpartition("_")[2] for path in tables.declared.RESULTS.glob("bench_*.json")}
+    assert "h200" in timed
+    for target, *_, cards in rows:
+        assert cards == ("H100, H200 |" if target.endswith("sm_90") else "not timed |")

@@ -6,7 +6,6 @@ pages. ``--real`` measures only what ``qflash-lab accuracy --input real`` downlo
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
 import shutil
@@ -175,15 +174,9 @@ def real_line() -> list[str]:
     )
 
 
-def blocks() -> dict[str, list[str]]:
-    """Return the lines between markers of the pages, by the markers' names."""
-    texts = {"accuracy:i-vit": i_vit_table(), "accuracy:real": real_line()}
-    return {marker: table.markdown() for marker, table in TABLES.items()} | texts
-
-
-def files() -> list[str]:
-    """Return the result files behind the tables."""
-    return ["accuracy.json", "accuracy_i_vit.json", "accuracy_real.json", "real_cpu.json"]
+PARTS = declared.Parts(
+    TABLES, {"accuracy:i-vit": i_vit_table, "accuracy:real": real_line}, ["accuracy_i_vit.json", "real_cpu.json"]
+)
 
 
 def measure(name: str, cases: list[Case]) -> None:
@@ -210,8 +203,7 @@ def measure_real(data: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tables", action="store_true", help="only write the pages' tables again")
+    parser = declared.parser(__doc__)
     parser.add_argument("--real", action="store_true", help="measure real activations only")
     parser.add_argument("--data", type=Path, help="folder of the wheels that real activations need; downloaded if left out")
     arguments = parser.parse_args()
@@ -219,4 +211,4 @@ if __name__ == "__main__":
         if not arguments.real:
             measure_drawn()
         measure_real(arguments.data)
-    pages.write(blocks())
+    PARTS.write()

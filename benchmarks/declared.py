@@ -5,15 +5,17 @@ A table knows where each of its lines comes from, which ``python benchmarks/trac
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas
 
+import pages
 from qflash_lab.bench import schema as col
 from qflash_lab.bench import tables
 from qflash_lab.bench.schema import Row
@@ -178,6 +180,46 @@ class Table(NamedTuple):
         columns = self._columns(lines)
         about = self.about or functools.partial(origin, columns=columns)
         return ["" if isinstance(line, Heading) else about(line) for line in lines]
+
+
+class Parts(NamedTuple):
+    """The parts of pages that a script makes.
+
+    Attributes:
+        tables: by marker.
+        texts: what makes other lines, by marker.
+        reads: names of the result files behind the texts, or what returns them.
+    """
+
+    tables: Mapping[str, Table] = {}
+    texts: Mapping[str, Callable[[], list[str]]] = {}
+    reads: Sequence[str] | Callable[[], Sequence[str]] = ()
+
+    def blocks(self) -> dict[str, list[str]]:
+        """Return the lines between markers, by the markers' names."""
+        return {name: table.markdown() for name, table in self.tables.items()} | {
+            name: text() for name, text in self.texts.items()
+        }
+
+    def files(self) -> list[str]:
+        """Return the names of the result files that the texts, and tables that do not say so themselves, are made of."""
+        return sorted(set(self.reads() if callable(self.reads) else self.reads))
+
+    def write(self) -> None:
+        """Write the parts, from the results that are there now."""
+        record.cache_clear()
+        pages.write(self.blocks())
+
+
+def parser(script: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a script that measures and then writes its parts, with ``--tables``.
+
+    Args:
+        script: its documentation.
+    """
+    made = argparse.ArgumentParser(description=script, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--tables", action="store_true", help="measure nothing: only write the pages' tables again")
+    return made
 
 
 def origin(line: Any, columns: Sequence[Column]) -> str:

@@ -7,13 +7,12 @@ those.
 
 from __future__ import annotations
 
-import argparse
+import functools
 import shutil
 from pathlib import Path
 from typing import Any
 
 import declared
-import pages
 from qflash_lab.evaluation.real_data import FASHION_FOLDERS
 from qflash_lab.evaluation.top1 import run_evaluate
 
@@ -30,8 +29,9 @@ FILES = {"digits": "evaluate_digits", "integer": "evaluate_digits_integer", "fas
 """Names of the committed results."""
 
 
-def table(report: dict[str, Any]) -> list[str]:
-    """Lay the report out in Markdown."""
+def table(file: str) -> list[str]:
+    """Lay a report out in Markdown."""
+    report = declared.record(file)
     names = " | ".join(result["model"] for result in report["models"])
     lines = [f"| Top-1, % | integer-only | {names} |", "|---|---|" + "---|" * len(report["models"])]
     for rows in zip(*(result["methods"] for result in report["models"]), strict=True):
@@ -47,8 +47,9 @@ def table(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def probe_table(report: dict[str, Any]) -> list[str]:
+def probe_table() -> list[str]:
     """Lay Top-1 on a pretrained network's features out in Markdown."""
+    report = declared.record(PROBE)
     lines = [
         "| Top-1, % | integer-only | linear probe | same answer, % | nearest neighbours | same answer, % | features, dB |",
         "|---|---|---|---|---|---|---|",
@@ -66,26 +67,22 @@ def probe_table(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def blocks() -> dict[str, list[str]]:
-    """Return the lines between markers of the page, by the markers' names."""
-    return {f"evaluate:{name}": table(declared.record(file)) for name, file in FILES.items()} | {
-        "evaluate:probe": probe_table(declared.record(PROBE))
-    }
-
-
-def files() -> list[str]:
-    """Return the result files behind the tables."""
-    return [f"{file}.json" for file in (*FILES.values(), PROBE)]
+PARTS = declared.Parts(
+    texts={
+        **{f"evaluate:{name}": functools.partial(table, file) for name, file in FILES.items()},
+        "evaluate:probe": probe_table,
+    },
+    reads=[f"{file}.json" for file in (*FILES.values(), PROBE)],
+)
 
 
 def main() -> None:
     """Evaluate, and write results and tables."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = declared.parser(__doc__)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("build/evaluate-models"), help="where evaluations go")
     parser.add_argument("--only", choices=RUNS, action="append", help="these runs; all if none is named")
     parser.add_argument("--fashion", default=FASHION_FOLDERS[0], help="folder of Fashion-MNIST's idx files")
     parser.add_argument("--device", help="cpu, cuda or cuda:N; a GPU if there is one")
-    parser.add_argument("--tables", action="store_true", help="only write the tables, from the results that are there")
     given = parser.parse_args()
     for name in () if given.tables else given.only or RUNS:
         folder = given.folder / name
@@ -93,7 +90,7 @@ def main() -> None:
         run_evaluate(output=folder, device=given.device, **RUNS[name], **data)
         for kind in ("json", "csv"):
             shutil.copyfile(folder / f"evaluate.{kind}", declared.RESULTS / f"{FILES[name]}.{kind}")
-    pages.write(blocks())
+    PARTS.write()
 
 
 if __name__ == "__main__":

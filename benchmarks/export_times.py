@@ -3,15 +3,14 @@
 Weights are random; one thread; processor time, so that what else the machine does matters little. Quantising a model on two
 images is a row of its own. Needs onnx and timm, and tosa-tools for TOSA, which is left out without it.
 
-    python benchmarks/export_times.py [--model DeiT-T] [--table]
+    python benchmarks/export_times.py [--model DeiT-T] [--tables]
 
 writes results/export_times.json beside this script, keeping the models that were not measured, and the tables of
-docs/onnx.md; with --table nothing is measured.
+docs/onnx.md; with --tables nothing is measured.
 """
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import gc
 import importlib.util
@@ -26,7 +25,6 @@ from typing import Any
 import torch
 
 import declared
-import pages
 import qflash
 from declared import Group, Of, Table, blank, groups, one
 from openvino_networks import cpu
@@ -122,29 +120,20 @@ TABLES = {
 """Between markers of the page."""
 
 
-def blocks() -> dict[str, list[str]]:
-    """Return the lines between markers of the page, by the markers' names."""
-    return {marker: table.markdown() for marker, table in TABLES.items()}
-
-
-def files() -> list[str]:
-    """Return the result files behind the tables."""
-    return [RESULTS.name]
+PARTS = declared.Parts(TABLES)
 
 
 def main() -> None:
     """Measure, and write results and tables."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = declared.parser(__doc__)
     parser.add_argument("--model", choices=MODELS, action="append", help="these models; all if none is named")
-    parser.add_argument("--table", action="store_true", help="measure nothing")
     given = parser.parse_args()
-    if not given.table:
+    if not given.tables:
         torch.set_num_threads(1)
         for name in given.model or MODELS:
             with torch.no_grad():
                 write(measure(name))
-        declared.record.cache_clear()
-    pages.write(blocks())
+    PARTS.write()
 
 
 if __name__ == "__main__":

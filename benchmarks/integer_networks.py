@@ -4,10 +4,10 @@ Every method is given the same calibration images and judged on others: logits o
 where there are labels: of the small models, and of DINOv2-S on Fashion-MNIST by a linear probe on the float model's features.
 DINOv2-S needs the wheels of ``make real``; torchao and onnxruntime take part where they are installed.
 
-    python benchmarks/integer_networks.py --wheels FOLDER [--only digits-vit] [--device cuda] [--table]
+    python benchmarks/integer_networks.py --wheels FOLDER [--only digits-vit] [--device cuda] [--tables]
 
 writes results/integer_networks.json beside this script, keeping the networks that were not run, and docs/integer_network.md's
-table; with --table only that; with --ours it measures this library alone and keeps others' rows. Results are written after
+table; with --tables only that; with --ours it measures this library alone and keeps others' rows. Results are written after
 every method. onnxruntime runs on the CPU, whatever the device.
 """
 
@@ -332,14 +332,7 @@ def summary() -> list[str]:
     )
 
 
-def blocks() -> dict[str, list[str]]:
-    """Return the lines between markers of the page, by the markers' names."""
-    return {marker: table.markdown() for marker, table in TABLES.items()} | {"integer:summary": summary()}
-
-
-def files() -> list[str]:
-    """Return the result files behind the tables."""
-    return [path.name for path in (RESULTS, SPEED, PEERS, PROCESSOR)]
+PARTS = declared.Parts(TABLES, {"integer:summary": summary}, [path.name for path in (RESULTS, SPEED, PEERS, PROCESSOR)])
 
 
 def fashion_pixels(images: torch.Tensor, side: int) -> torch.Tensor:
@@ -423,7 +416,7 @@ NETWORKS = (*QUICK, "fashion-vit", "fashion-swin", "dinov2-518", "fashion-112", 
 
 def main() -> None:
     """Measure, and write results and table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = declared.parser(__doc__)
     parser.add_argument("--wheels", type=pathlib.Path, help="folder with the wheels of `make real`")
     parser.add_argument(
         "--only", choices=NETWORKS, action="append", help=f"these networks; {', '.join(QUICK)} if none is named"
@@ -433,9 +426,8 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=10_000, help="Fashion-MNIST's first images to judge")
     parser.add_argument("--learn", type=int, default=10_000, help="Fashion-MNIST's first images to learn from")
     parser.add_argument("--ours", action="store_true", help="float32 and this library's networks alone")
-    parser.add_argument("--table", action="store_true", help="measure nothing")
     given = parser.parse_args()
-    if not given.table:
+    if not given.tables:
         # the patch embedding is a convolution
         torch.backends.cudnn.allow_tf32 = False
         versions = {"torch": torch.__version__, "python": platform.python_version(), "qflash": qflash.__version__}
@@ -446,7 +438,7 @@ def main() -> None:
         for name in given.only or QUICK:
             with torch.no_grad():
                 measure_network(name, given, lambda rows: write(rows, device, versions, ours_alone=given.ours))
-    pages.write(blocks())
+    PARTS.write()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ the figures hold for every back end. ``docs/algorithm.md`` explains the rows and
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import math
@@ -20,7 +19,6 @@ import torch
 from rich.progress import track
 
 import declared
-import pages
 import qflash
 from declared import Group, Heading, Of, Table, groups, one
 from qflash_lab.baselines import AUTHORS, PRINTED
@@ -138,17 +136,13 @@ TABLES = {
 """Between markers of the pages."""
 
 
-def blocks() -> dict[str, list[str]]:
-    """Return the lines between markers of the pages, by the markers' names."""
-    return {marker: table.markdown() for marker, table in TABLES.items()}
+PARTS = declared.Parts(TABLES)
 
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tables", action="store_true", help="only write the pages' tables again")
-    if parser.parse_args().tables:
-        pages.write(blocks())
+    if declared.parser(__doc__).parse_args().tables:
+        PARTS.write()
         return
     steps, scaled = ladder(), amplitudes()
     if not all(math.isfinite(row[col.SQNR_DB]) for row in steps):
@@ -165,8 +159,8 @@ def main() -> None:
         "amplitudes": scaled,
     }
     RESULT.write_text(json.dumps(record, indent=1) + "\n")
-    pages.write(blocks())
-    for lines in blocks().values():
+    PARTS.write()
+    for lines in PARTS.blocks().values():
         print("\n".join(lines))
 
 

@@ -5,15 +5,14 @@ in the same round, so that what else the machine does falls on all of them. Ours
 the others take the normalised images as float32, made before the clock starts. Weights are random. Needs openvino, nncf, onnx,
 onnxruntime and timm.
 
-    python benchmarks/openvino_networks.py [--model DeiT-S] [--batch 1] [--without-amx] [--threads 1] [--table]
+    python benchmarks/openvino_networks.py [--model DeiT-S] [--batch 1] [--without-amx] [--threads 1] [--tables]
 
 writes results/openvino_cpu.json beside this script, keeping what was not measured, and the table of docs/performance/cpu.md;
-with --table only that. ``--without-amx`` keeps all methods from AMX, which most CPUs have not.
+with --tables only that. ``--without-amx`` keeps all methods from AMX, which most CPUs have not.
 """
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import functools
 import json
@@ -33,7 +32,6 @@ import torch
 from torch import nn
 
 import declared
-import pages
 import qflash
 from declared import Group, Of, Table, blank, groups, one
 from qflash_lab.bench import integer_models, onnx_models
@@ -197,27 +195,19 @@ TABLES = {
 """Between markers of the page."""
 
 
-def blocks() -> dict[str, list[str]]:
-    """Return the lines between markers of the page, by the markers' names."""
-    return {marker: table.markdown() for marker, table in TABLES.items()}
-
-
-def files() -> list[str]:
-    """Return the result files behind the tables."""
-    return [RESULTS.name]
+PARTS = declared.Parts(TABLES)
 
 
 def main() -> None:
     """Measure, and write results and tables."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = declared.parser(__doc__)
     parser.add_argument("--model", choices=MODELS, action="append", help="these models; the first two if none is named")
     parser.add_argument("--batch", type=int, action="append", help="these batch sizes; 1 and 8 if none is named")
     parser.add_argument("--threads", type=int, default=1, help="of a call")
     parser.add_argument("--seconds", type=float, default=20.0, help="to measure a model and batch for")
     parser.add_argument("--without-amx", action="store_true", help="keep all methods from AMX")
-    parser.add_argument("--table", action="store_true", help="measure nothing")
     given = parser.parse_args()
-    if not given.table:
+    if not given.tables:
         if given.without_amx and os.environ.get("ONEDNN_MAX_CPU_ISA") != WITHOUT_AMX["ONEDNN_MAX_CPU_ISA"]:
             # libraries read it when they are loaded
             os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | WITHOUT_AMX)
@@ -227,7 +217,7 @@ def main() -> None:
             for batch in given.batch or BATCHES:
                 with torch.no_grad():
                     write(measure(name, batch, given.threads, given.seconds), amx)
-    pages.write(blocks())
+    PARTS.write()
 
 
 if __name__ == "__main__":

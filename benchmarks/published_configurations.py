@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import pages
+import declared
 
 RESULTS = Path(__file__).resolve().parent / "results" / "published_configurations.json"
 
@@ -33,8 +33,8 @@ def read_reports(text: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def blocks() -> dict[str, list[str]]:
-    """Return the table as lines of the page, by its marker's name."""
+def table() -> list[str]:
+    """Return the table as lines of the page."""
     found = json.loads(RESULTS.read_text(encoding="utf-8"))
     lines = ["| Configuration | Input | Output: dB | float32 weights, MB | File, MB | ONNX, MB |", "|---|---|---|---|---|---|"]
     for name, row in sorted(found["configurations"].items()):
@@ -43,12 +43,10 @@ def blocks() -> dict[str, list[str]]:
         outputs = ", ".join(f"{label}: {value:.1f}" for label, value in row["sqnr_db"].items())
         files = " | ".join(f"{row[key] / 1e6:.1f}" for key in ("file_bytes", "onnx_bytes"))
         lines.append(f"| {name} | {given} | {outputs} | {row['float_mb']:.1f} | {files} |")
-    return {"published:configurations": lines}
+    return lines
 
 
-def files() -> set[str]:
-    """Return the names of the result files that the table is made of."""
-    return {RESULTS.name}
+PARTS = declared.Parts(texts={"published:configurations": table}, reads=[RESULTS.name])
 
 
 def main(paths: list[str]) -> None:
@@ -58,7 +56,7 @@ def main(paths: list[str]) -> None:
         found["date"] = datetime.date.today().isoformat()
     if paths:
         RESULTS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    pages.write(blocks())
+    PARTS.write()
 
 
 if __name__ == "__main__":

@@ -185,18 +185,12 @@ TABLES = {
 """Between markers of the page."""
 
 
-def blocks() -> dict[str, list[str]]:
-    """Return the lines between markers of the page, by the markers' names."""
-    texts = {
-        "reliability:errors": newton_errors(), "reliability:again": mutants_again(), "reliability:fuzz": fuzzed(),
-    }  # fmt: skip
-    return {marker: each.markdown() for marker, each in TABLES.items()} | texts
-
-
-def files() -> list[str]:
-    """Return the result files behind the tables."""
-    return sorted({row[FILE] for each in TABLES.values() for row in each.lines()} | {f"{FOLDER}/fuzz.json"})
+PARTS = declared.Parts(
+    TABLES,
+    {"reliability:errors": newton_errors, "reliability:again": mutants_again, "reliability:fuzz": fuzzed},
+    lambda: [*{row[FILE] for each in TABLES.values() for row in each.lines()}, f"{FOLDER}/fuzz.json"],
+)
 
 
 if __name__ == "__main__":
-    pages.write(blocks())
+    PARTS.write()

@@ -224,19 +224,20 @@ TABLES = {
 """Declared tables between markers of the page."""
 
 
-def blocks() -> dict[str, list[str]]:
-    """Return the lines between markers of the page, by the markers' names."""
-    texts = {
-        "paper:claims": claim_table(), "paper:rules": rules(), "paper:notes": notes(), "paper:latency": authors_latency(),
-        "paper:tensor": tensor(), "paper:energy": energy(), "paper:sqnr": sqnr(),
-    }  # fmt: skip
-    return texts | {marker: table.markdown() for marker, table in TABLES.items()}
-
-
-def files() -> list[str]:
-    """Return the result files that were read."""
-    return [record["file"] for records in found().values() for record in records]
+PARTS = declared.Parts(
+    TABLES,
+    {
+        "paper:claims": claim_table,
+        "paper:rules": rules,
+        "paper:notes": notes,
+        "paper:latency": authors_latency,
+        "paper:tensor": tensor,
+        "paper:energy": energy,
+        "paper:sqnr": sqnr,
+    },
+    lambda: [record["file"] for records in found().values() for record in records],
+)
 
 
 if __name__ == "__main__":
-    pages.write(blocks())
+    PARTS.write()

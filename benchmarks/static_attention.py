@@ -3,15 +3,14 @@
 Ten photos calibrate, ten others are judged: the class token's features against the float32 network's. Needs the wheels of
 ``make real``. Besides, the processor time of a call of attention on one thread, by either kind of scales.
 
-    python benchmarks/static_attention.py --wheels FOLDER [--only accuracy|time] [--table]
+    python benchmarks/static_attention.py --wheels FOLDER [--only accuracy|time] [--tables]
 
 writes results/static_attention.json beside this script, keeping what was not measured, and the tables of docs/models.md; with
---table only these.
+--tables only these.
 """
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import functools
 import json
@@ -24,7 +23,6 @@ import torch
 from torch import nn
 
 import declared
-import pages
 import qflash
 from declared import Group, Of, Table, groups, one
 from qflash_lab.bench import runner
@@ -127,19 +125,16 @@ TABLES = {
 """Between markers of the page."""
 
 
-def blocks() -> dict[str, list[str]]:
-    """Return the lines between markers of the page, by the markers' names."""
-    return {marker: table.markdown() for marker, table in TABLES.items()}
+PARTS = declared.Parts(TABLES)
 
 
 def main() -> None:
     """Measure, and write results and table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = declared.parser(__doc__)
     parser.add_argument("--wheels", type=pathlib.Path, help="folder with the wheels of `make real`")
     parser.add_argument("--only", choices=("accuracy", "time"), help="measure this alone")
-    parser.add_argument("--table", action="store_true", help="measure nothing")
     given = parser.parse_args()
-    if not given.table:
+    if not given.tables:
         result = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
         versions = {"torch": torch.__version__, "python": platform.python_version(), "qflash": qflash.__version__}
         result |= {"network": f"DINOv2-S, {SIDE} px", "device": "CPU", "date": datetime.date.today().isoformat()}
@@ -149,7 +144,7 @@ def main() -> None:
         if given.only != "accuracy":
             result["times"] = measure_time()
         RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    pages.write(blocks())
+    PARTS.write()
 
 
 if __name__ == "__main__":

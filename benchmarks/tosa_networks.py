@@ -4,16 +4,15 @@ Weights are random, as are the images and the ids of tokens: one input a call, e
 written in the integer profile without an extension; the reference model looks at every bound that TOSA sets, and says
 ``TOSA_VALID`` of a graph that keeps them. Needs tosa-tools, timm and transformers.
 
-    python benchmarks/tosa_networks.py [--model DeiT-T] [--inputs 100] [--table]
+    python benchmarks/tosa_networks.py [--model DeiT-T] [--inputs 100] [--tables]
 
 writes results/tosa_reference_model.json beside this script and the table of docs/tosa.md. Models take turns, ten inputs each,
 and results are written after each turn; a run that was broken off goes on where it was, unless the file that is run has
-changed. With --table nothing is run.
+changed. With --tables nothing is run.
 """
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import functools
 import hashlib
@@ -31,7 +30,6 @@ import numpy as np
 import torch
 
 import declared
-import pages
 import qflash
 from declared import Table, one
 from qflash.network.graph import IntegerNetwork
@@ -211,31 +209,22 @@ TABLES = {
 """Between markers of the page."""
 
 
-def blocks() -> dict[str, list[str]]:
-    """Return the lines between markers of the page, by the markers' names."""
-    return {marker: table.markdown() for marker, table in TABLES.items()}
-
-
-def files() -> list[str]:
-    """Return the result files behind the tables."""
-    return [RESULTS.name]
+PARTS = declared.Parts(TABLES)
 
 
 def main() -> None:
     """Run, and write results and tables."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = declared.parser(__doc__)
     parser.add_argument("--model", choices=MODELS, action="append", help="these models; all if none is named")
     parser.add_argument("--inputs", type=int, default=100, help="images or texts of each")
-    parser.add_argument("--table", action="store_true", help="run nothing")
     given = parser.parse_args()
-    if not given.table:
+    if not given.tables:
         torch.set_num_threads(1)
         for turn in range(STEP, given.inputs + STEP, STEP):
             for name in given.model or MODELS:
                 with torch.no_grad():
                     measure(name, min(turn, given.inputs))
-        declared.record.cache_clear()
-    pages.write(blocks())
+    PARTS.write()
 
 
 if __name__ == "__main__":

@@ -102,8 +102,9 @@ def made() -> dict[str, Part]:
     """Return every generated part, by its marker's name."""
     parts, tables = {}, declared_tables()
     for maker in MAKERS:
-        for name, lines in maker.blocks().items():
-            files = (tables[name].files() if name in tables else []) or sorted(maker.files())
+        made = getattr(maker, "PARTS", maker)
+        for name, lines in made.blocks().items():
+            files = (tables[name].files() if name in tables else []) or sorted(made.files())
             parts[name] = Part("\n".join(lines) + "\n", f"{maker.__name__}.py: {', '.join(files)}")
     return parts
 
@@ -236,7 +237,7 @@ def traces() -> list[Trace]:
 
 def declared_tables() -> dict[str, declared.Table]:
     """Return the tables between markers that are declared, by the markers' names."""
-    return {name: table for maker in MAKERS for name, table in getattr(maker, "TABLES", {}).items()}
+    return {name: table for maker in MAKERS if hasattr(maker, "PARTS") for name, table in maker.PARTS.tables.items()}
 
 
 def _generated(path: Path) -> Iterator[tuple[int, list[str], declared.Table | None, str]]:

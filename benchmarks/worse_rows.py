@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 import declared
 import integer_networks
 import openvino_networks
-import pages
 import performance_tables as speed
 from declared import FILE, Group, Of, Quotient, Table, one
 from qflash_lab.bench import schema as col
@@ -98,15 +97,8 @@ TABLES = {
 """Between markers of the page."""
 
 
-def blocks() -> dict[str, list[str]]:
-    """Return the lines between markers of the page, by the markers' names."""
-    return {marker: table.markdown() for marker, table in TABLES.items()}
-
-
-def files() -> list[str]:
-    """Return the result files behind the table."""
-    return TABLES["speed:worse"].files()
+PARTS = declared.Parts(TABLES)
 
 
 if __name__ == "__main__":
-    pages.write(blocks())
+    PARTS.write()

@@ -17,7 +17,9 @@ from torch import nn
 import qflash
 from helpers import DEVICE
 from qflash.network import quantize
-from qflash.network.capture import BATCH, capture, drop_unread_rows
+from qflash.network.capture import capture
+from qflash.network.capture.operations import BATCH
+from qflash.network.capture.unread import drop_unread_rows
 from qflash.network.float_parts import KEPT, kept_nodes, with_float_parts
 from qflash.network.onnx_check import check_onnx
 from qflash.network.operators.gated import Gated
@@ -291,7 +293,7 @@ def test_what_has_no_integer_form_is_named(name: str) -> None:
             qflash.quantize_model(nn.PixelUnshuffle(2).eval(), [images(2)], progress=False, **STATISTICS)
         return
     torch.manual_seed(0)
-    with pytest.raises(qflash.network.capture.UnsupportedError) as refusal:  # type: ignore[attr-defined]
+    with pytest.raises(qflash.network.capture.operations.UnsupportedError) as refusal:  # type: ignore[attr-defined]
         qflash.quantize_model(build().eval(), [images(2)], progress=False, **STATISTICS)
     assert re.search(message, str(refusal.value)), str(refusal.value)
     assert "While executing" not in str(refusal.value)

@@ -14,7 +14,7 @@ from torch import nn
 import qflash
 from helpers import DEVICE, same_bits
 from network_cases import CHECK, draw_rotary
-from qflash.network.capture import UnsupportedError
+from qflash.network.capture.operations import UnsupportedError
 from qflash.network.operators.rotary import Rotary
 from qflash.specification.rotary import MOST_OFFSET, ONE, pack_turns, rotary, unpack_turns
 from small_networks import decibels, draw_images, in_ours, rewrite

@@ -11,7 +11,9 @@ from torch import nn
 
 import qflash
 from qflash.network.calibration import Calibration
-from qflash.network.capture import Captured, capture, drop_unread_rows
+from qflash.network.capture import capture
+from qflash.network.capture.captured import Captured
+from qflash.network.capture.unread import drop_unread_rows
 from qflash.network.modules import LayerNorm, Linear, WideLinear
 from qflash.network.quality import sqnr_db
 from qflash.network.rotation import Rotation, rotate_streams
@@ -148,8 +150,8 @@ def test_calibration_sees_the_rotated_values(name: str) -> None:
         calibration.run(images)
         computed = captured.compute(images)
     ranges = calibration.ranges("minmax", 99.99)
-    wanted = [(node, view.evaluate(computed[id(view.source)]), view.shape[-1]) for node, view in taken]
-    wanted += [(each.node, computed[id(each)], each.channels) for each in made]
+    wanted = [(node, view.evaluate(computed[view.source]), view.shape[-1]) for node, view in taken]
+    wanted += [(each.node, computed[each], each.channels) for each in made]
     assert wanted
     for node, want, channels in wanted:
         rows = want.reshape(-1, channels).double()

@@ -15,7 +15,7 @@ from torch import fx, nn
 from ..scalars import unboxed
 from ..specification.texts import is_token
 from ..validation import is_number
-from .capture import ROWS_OF
+from .capture.operations import ROWS_OF
 from .conversion import Range
 
 METHODS = ("minmax", "percentile", "mse")

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..specification import layers as op
 from ..specification.texts import is_token
 from .calibration import Calibration
-from .capture import Captured
+from .capture.captured import Captured
 from .compare import node_errors
 from .graph import IntegerNetwork
 from .patterns import Lowering
@@ -170,7 +170,7 @@ def _first_difference(captured: Captured, images: torch.Tensor) -> str:
     computed = captured.compute(images)
     last = "the images"
     for operation in captured.operations[1:]:
-        want, got = wanted[operation.node], computed[id(operation)]
+        want, got = wanted[operation.node], computed[operation]
         where = f"{operation.kind} of {operation.name or 'the model'}"
         if operation.kind != "attention" and want.numel() == got.numel():
             got = got.reshape(want.shape)

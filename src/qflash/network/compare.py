@@ -65,7 +65,7 @@ def node_errors(network: IntegerNetwork, lowering: Lowering, images: torch.Tenso
             least, most = _ENDS[out.dtype]
             share = float((((out == least) | (out == most)) * counted).sum() / counted.sum())
         kind = type(network.part(name)).__name__
-        want = view.evaluate(computed[id(view.source)]).reshape(got.shape)
+        want = view.evaluate(computed[view.source]).reshape(got.shape)
         got, want = of_tokens(got, images), of_tokens(want, images)
         rows.append(NodeError(name, kind, sqnr_db(want, got), share, group is not None))
 

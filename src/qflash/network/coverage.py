@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from ..specification.recipe import DEFAULT
-from .capture import BATCH, UnsupportedError, capture, drop_unread_rows, split_layers
+from .capture import capture
+from .capture.operations import BATCH, UnsupportedError
+from .capture.unread import drop_unread_rows, split_layers
 from .outputs import OutputsOf
 from .patterns import Lowering
 from .rotation import rotate_streams

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ..specification import layers as op
 from . import activations
-from .capture import rms_norm
+from .capture.captured import rms_norm
 from .conversion import Grid
 from .graph import IMAGES, IntegerNetwork
 from .matrix import Matrix

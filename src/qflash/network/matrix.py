@@ -60,3 +60,52 @@ class Matrix:
     def times(self, other: Matrix) -> Matrix:
         """Return a product."""
         return Matrix((self.shape[0], other.shape[1]), lambda: self.make() @ other.make())
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Affine:
+    """Weights and bias of a linear layer.
+
+    Attributes:
+        matrix: (outputs, inputs).
+        bias: float64 (outputs,) or None.
+    """
+
+    matrix: Matrix
+    bias: torch.Tensor | None = None
+
+    @classmethod
+    def join(cls, parts: Sequence[Affine]) -> Affine:
+        """Return layers of the same inputs as one, whose outputs lie one behind the other."""
+        matrix = Matrix.join([part.matrix for part in parts], 0)
+        if all(part.bias is None for part in parts):
+            return cls(matrix)
+        zeros = [torch.zeros(part.matrix.shape[0], dtype=torch.float64, device="cpu") for part in parts]
+        return cls(
+            matrix, torch.cat([zero if part.bias is None else part.bias for part, zero in zip(parts, zeros, strict=True)])
+        )
+
+    def rows(self, which: torch.Tensor | slice) -> Affine:
+        """Return some outputs."""
+        return Affine(self.matrix.rows(which), None if self.bias is None else self.bias[which])
+
+    def then(self, factor: torch.Tensor | None = None, term: torch.Tensor | None = None) -> Affine:
+        """Return the layer with its outputs multiplied and something added, float64 (outputs,) each, or None."""
+        matrix, bias = self.matrix.scaled(factor), self.bias
+        if bias is not None and factor is not None:
+            bias = bias * factor
+        if term is not None:
+            bias = term if bias is None else bias + term
+        return Affine(matrix, bias)
+
+    def plus(self, other: Affine) -> Affine:
+        """Return the sum of two layers of the same inputs."""
+        biases = [each.bias for each in (self, other) if each.bias is not None]
+        return Affine(self.matrix.plus(other.matrix), sum(biases) if biases else None)  # type: ignore[arg-type]
+
+    def after(self, first: Affine) -> Affine:
+        """Return this layer of another one's outputs as one layer."""
+        bias = self.bias
+        if first.bias is not None:
+            bias = self.matrix.make() @ first.bias + (0 if bias is None else bias)
+        return Affine(self.matrix.times(first.matrix), bias)

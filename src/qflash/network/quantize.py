@@ -18,7 +18,9 @@ from ..integrations.inspection import listed
 from ..specification.recipe import Recipe, resolve_recipe
 from ..specification.texts import PADDING, is_token
 from .calibration import EXPECTED, METHODS, Calibration, check_method, progress_bar
-from .capture import BATCH, UnsupportedError, capture, drop_unread_rows, split_layers
+from .capture import capture
+from .capture.operations import BATCH, UnsupportedError
+from .capture.unread import drop_unread_rows, split_layers
 from .checks import check_captured, check_rotated, is_constant, judge
 from .conversion import rounded_once
 from .float_parts import kept_nodes, with_float_parts

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .capture import UnsupportedError
+from .capture.operations import UnsupportedError
 from .graph import IntegerNetwork
 from .modules import IntegerModule, Linear
 from .outputs import copy_of

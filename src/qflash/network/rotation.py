@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx, nn
 
-from .capture import Captured, Operation, Output, View, call_behind, counted, rms_norm
+from .capture.captured import Captured, Output, rms_norm
+from .capture.operations import Operation, View, call_behind, counted
 from .matrix import Matrix
 
 MOST_MIXED = 64

@@ -20,7 +20,7 @@ def tables() -> Any:
 def test_page_has_the_figures_of_the_results(tables: Any) -> None:
     for path in tables.pages.PAGES:
         page = path.read_text()
-        assert tables.pages.fill(page, tables.blocks()) == page
+        assert tables.pages.fill(page, tables.PARTS.blocks()) == page
     assert tables.tables_page() == tables.TABLES_PAGE.read_text()
 
 

@@ -36,7 +36,7 @@ def test_reports_of_tests_that_passed_become_rows(script: Any, tmp_path: Any, mo
     assert found == {"a-16-224": report, "a, texts": text}
     monkeypatch.setattr(script, "RESULTS", tmp_path / "found.json")
     (tmp_path / "found.json").write_text(json.dumps({"configurations": found}))
-    assert script.blocks()["published:configurations"][2:] == [
+    assert script.PARTS.blocks()["published:configurations"][2:] == [
         "| a, texts | 77 tokens | logits: 34.6 | 12.5 | 3.2 | 3.0 |",
         "| a-16-224 | 224 x 448 | logits: 34.6 | 12.5 | 3.2 | 3.0 |",
     ]

@@ -1,0 +1,141 @@
+"""From any float module to a list of its computing operations: :func:`capture`.
+
+``torch.export`` traces the module. Its graph is then interpreted with symbolic tensors: each is a rearrangement of the output
+of one operation, times a constant, plus a constant (:class:`.operations.View`). So reshapes, transposes, window partitions,
+rolls, class tokens, position embeddings, layer scale and dropout are no operations: they are the way from one operation to the
+next, however a model spells them. What only depends on constants is computed once.
+
+``tracer`` goes through the graph; what becomes of an operation of ATen stands in ``moves``, ``elements``, ``products``,
+``attention``, ``norms`` and ``texts``, each with a table of functions by operation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree
+from torch import fx, nn
+
+from ...torch_internals import tracing_alone
+from ..outputs import OutputsOf, Selected, copy_of, select_outputs
+from . import attention, elements, moves, norms, products, texts
+from .captured import Captured, output_of
+from .operations import BATCH, UnsupportedError, View
+from .tracer import ARGUMENTS, Handler, Tracer
+from .unread import used_operations
+
+_HANDLERS: dict[Any, Handler] = functools.reduce(
+    operator.or_, (part.HANDLERS for part in (moves, elements, products, attention, norms, texts))
+)
+
+
+def capture(
+    model: nn.Module, images: torch.Tensor, outputs: Sequence[str] | OutputsOf | None = None,
+    refusals: list[str] | None = None, *, padded: bool = False,
+) -> Captured:  # fmt: skip
+    """Trace a module in eval mode and list its operations.
+
+    Args:
+        model: takes images (batch, channels, height, width), or ids (batch, tokens), and returns a tensor, or several with
+            names.
+        images: of the model's dtype and device, :data:`BATCH` of them; or ids.
+        outputs: those that are wanted, see :func:`qflash.quantize_model`.
+        refusals: where messages go for operations without an integer form, which are passed over; None raises the first.
+        padded: whether the model takes ids with an attention mask; here ids are negative where there is no token.
+
+    Raises:
+        UnsupportedError: an operation has no integer form.
+        TypeError, ValueError: ``outputs`` are no such, or an output is unknown.
+    """
+    selected = select_outputs(model, outputs, padded)
+    wanted, outputs = outputs, None if callable(outputs) else outputs
+    with torch.no_grad():
+        try:
+            with tracing_alone():
+                program = torch.export.export(
+                    copy_of(selected), (images,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},), strict=False
+                )
+        except Exception as error:
+            reason = traceback.format_exception_only(error)[-1].strip()[:500]
+            raise UnsupportedError(f"torch.export cannot trace the model: {reason}") from error
+        module: Any = program.module()
+        last = next(n for n in module.graph.nodes if n.op == "output")
+        nodes = dict(zip(_output_names(program), last.args[0], strict=True))
+        names = (
+            list(outputs)
+            if outputs is not None
+            else ["logits"]
+            if "logits" in nodes and wanted is None
+            else [x for x in nodes if nodes[x] is not None]
+        )
+        for name in names:
+            if nodes.get(name) is None:
+                raise ValueError(f"outputs must be of {', '.join(map(repr, nodes))}, or a submodule's name, got {name!r}")
+        last.args = (tuple(nodes[name] for name in names),)
+        module.graph.eliminate_dead_code()
+        # takes images and returns a tuple, whatever the model's own arguments and results are
+        module.graph.set_codegen(fx.graph.CodeGen())
+        module.recompile()
+        visible = None
+        if padded:
+            # the second text ends in the middle
+            visible = torch.ones(images.shape, dtype=torch.bool, device=images.device)
+            visible[1, (images.shape[1] + 1) // 2 :] = False
+        tracer = Tracer(module, _HANDLERS, isinstance(selected, Selected), refusals, visible)
+        places = [n for n in module.graph.nodes if n.op == "placeholder"]
+        tracer.node = places[0]
+        view = tracer.made("images", (), (), (images.numel() // images.shape[-1], images.shape[-1]))
+        try:
+            found = tracer.run(dataclasses.replace(view, shape=tuple(images.shape)), *[None] * (len(places) - 1))
+        except UnsupportedError as error:
+            raise UnsupportedError(str(error.args[0]).partition("\n\nWhile executing")[0]) from None
+        except ARGUMENTS as error:
+            reason = str(error).partition("\n\nWhile executing")[0]
+            raise tracer.refusal(f"{tracer.node.target} ({type(error).__name__}: {reason})") from error
+    for name, each in zip(names, found, strict=True):
+        if not isinstance(each, View):
+            raise UnsupportedError(f"output {name!r} does not depend on the images")
+        if each.source.kind == "images":
+            raise UnsupportedError(f"output {name!r} is the images, rearranged; outputs can name others")
+    return Captured(
+        module,
+        used_operations(tracer.operations, found),
+        [output_of(name, x, nodes[name], list(nodes).index(name)) for name, x in zip(names, found, strict=True)],
+        functools.partial(select_outputs, outputs=wanted, padded=padded),
+        _places(tracer, images.shape[1]) if padded else {},
+    )
+
+
+def _places(tracer: Tracer, tokens: int) -> dict[fx.Node, torch.Tensor]:
+    """Return :attr:`Captured.tokens` of what was interpreted, of texts of so many tokens."""
+    found: dict[fx.Node, torch.Tensor] = {}
+    for node, x in tracer.env.items():
+        if not isinstance(x, View) or x.source.rows != BATCH * tokens:
+            continue
+        rows = x.places().reshape(-1, x.shape[-1])
+        row = rows[:, 0].div(x.source.channels, rounding_mode="floor")
+        if bool((row >= 0).all()) and torch.equal(rows[:, -1] // x.source.channels, row):
+            found[node] = row[row < tokens]
+    return found
+
+
+def _output_names(program: torch.export.ExportedProgram) -> list[str]:
+    """Return names of a program's outputs: fields, or ``"output"`` with a number where there are several."""
+    spec = program.call_spec.out_spec
+    assert spec is not None
+    count = spec.num_leaves
+    made = torch.utils._pytree.tree_unflatten(list(range(count)), spec)
+    if isinstance(made, dict):
+        names = [""] * count
+        for name, x in made.items():
+            leaves = torch.utils._pytree.tree_leaves(x)
+            for number, leaf in enumerate(leaves):
+                names[leaf] = name if len(leaves) == 1 else f"{name}.{number}"
+        return names
+    return ["output"] if count == 1 else [f"output{number}" for number in range(count)]

@@ -1,0 +1,112 @@
+"""Sums, products and activations, element by element."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from ...specification.layers import ACTIVATIONS
+from .attention import Scores
+from .moves import Stacked
+from .norms import RowSize, Squares, normalised, power, row_sum, scaled_norm
+from .operations import RefusedError, View, wide
+from .products import add_layer, sum_of_linear
+from .tracer import Handler, Sigmoid, Tracer, aten, is_computed
+
+
+def add(trace: Tracer, a: Any, b: Any, *, alpha: Any = 1) -> Any:
+    if not is_computed(a):
+        a, b = b, a
+        if alpha != 1:
+            raise RefusedError("add with alpha")
+    if isinstance(a, RowSize) and is_computed(b):
+        raise RefusedError("sum of norms of rows")
+    if not is_computed(b):
+        return a.plus(wide(b) * alpha)
+    if isinstance(a, Scores) or isinstance(b, Scores) or alpha != 1:
+        raise RefusedError("sum of scores")
+    if a.shape != b.shape:
+        raise RefusedError(f"sum of shapes {a.shape} and {b.shape}")
+    if (both := sum_of_linear(a, b)) is not None:
+        return add_layer(trace, both.view, both.seen, both.layer)
+    if _mixes_channels(a, b):
+        return trace.made("rotary", (a, b), (), a.shape)
+    return trace.made("add", (a, b), trace.seen(0, 1), a.shape)
+
+
+def _mixes_channels(a: View, b: View) -> bool:
+    """Tell whether the sum of two views mixes channels of the same rows of one linear layer or normalisation."""
+    if a.source is not b.source or a.source.kind not in ("linear", "norm") or a.term is not None or b.term is not None:
+        return False
+    first, second, channels = a.places(), b.places(), a.source.channels
+    if min(int(first.min()), int(second.min())) < 0 or torch.equal(first, second):
+        return False
+    return torch.equal(first // channels, second // channels)
+
+
+def sub(trace: Tracer, a: Any, b: Any, *, alpha: Any = 1) -> Any:
+    if isinstance(a, View) and isinstance(b, View) and alpha == 1 and a.source is b.source:
+        return add(trace, a, b.scaled(wide(-1.0)))
+    if is_computed(b) or not isinstance(a, (View, Scores)):
+        raise RefusedError("difference")
+    return a.plus(-wide(b) * alpha)
+
+
+def mul(trace: Tracer, a: Any, b: Any) -> Any:
+    for place, (x, other) in enumerate(((a, b), (b, a))):
+        if isinstance(x, View) and isinstance(other, Sigmoid) and (slope := other.slope(x)) is not None:
+            return trace.made("silu", (x,), trace.seen(place), x.shape, slope=slope)
+    trace.refuse_sigmoid(a, b)
+    if isinstance(a, RowSize):
+        a, b = b, a
+    if isinstance(b, RowSize):
+        return normalised(trace, a, b, times=True)
+    if isinstance(a, View) and a is b:
+        return power(trace, a, 2)
+    if is_computed(a) and is_computed(b):
+        for place, (gate, value) in enumerate(((a, b), (b, a))):
+            if isinstance(gate, View) and isinstance(value, View) and gate.source.kind in ACTIVATIONS:
+                if gate.shape != value.shape:
+                    break
+                return trace.made("product", (gate, value), trace.seen(place, 1 - place), gate.shape)
+        raise RefusedError("product of two computed tensors")
+    if not is_computed(a):
+        a, b = b, a
+    if isinstance(a, Scores):
+        return a.times(wide(b))
+    if isinstance(a, Squares):
+        raise RefusedError("product of squares")
+    return scaled_norm(trace, a, wide(b)) or a.scaled(wide(b))
+
+
+def div(trace: Tracer, a: Any, b: Any, *, rounding_mode: Any = None) -> Any:
+    if isinstance(b, RowSize) and rounding_mode is None:
+        return normalised(trace, a, b, times=False)
+    if is_computed(b) or rounding_mode is not None:
+        raise RefusedError("division")
+    return mul(trace, a, 1 / wide(b))
+
+
+def activation(kind: str, trace: Tracer, x: Any, **constants: Any) -> View:
+    return trace.made(kind, (x,), trace.seen(0), x.shape, **constants)
+
+
+def total(trace: Tracer, x: Any, dims: Any = None, keepdim: bool = False, **more: Any) -> View | RowSize:
+    """A sum over a dimension: of two stacked tensors, or of the squares of rows."""
+    if not isinstance(x, Stacked):
+        return row_sum(trace, x, dims, keepdim)
+    over = [dims] if isinstance(dims, int) else dims
+    if over not in ([x.dim], [x.dim - len(x.views[0].shape) - 1]) or keepdim or len(x.views) != 2:
+        raise RefusedError("sum of more than two stacked tensors, or over another dimension")
+    return trace.made("add", x.views, x.nodes, x.views[0].shape)
+
+
+_SILU, _RELU = functools.partial(activation, "silu"), functools.partial(activation, "relu")
+HANDLERS: dict[Any, Handler] = {
+    aten.add: add, aten.add_: add, aten.sub: sub, aten.mul: mul, aten.mul_: mul, aten.div: div,
+    aten.neg: lambda trace, x: mul(trace, x, -1.0), aten.sum: total,
+    aten.gelu: functools.partial(activation, "gelu"), aten.silu: _SILU, aten.silu_: _SILU, aten.relu: _RELU, aten.relu_: _RELU,
+    aten.sigmoid: lambda trace, x: Sigmoid(x, trace.node),
+}  # fmt: skip

@@ -1,0 +1,128 @@
+"""Attention: ``norm, linear(s), attention, linear``. The projection behind it comes with what takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from ...specification.quantization import bias_to_fixed
+from .. import conversion as cv
+from ..capture.operations import BATCH, Operation, counted, whole
+from ..float_parts import FloatTwin
+from ..graph import IMAGES
+from ..matrix import Affine, Matrix
+from ..modules import Attention, Linear
+from .builder import Builder, Ranges
+from .heads import Part, add_heads, part_of
+from .inputs import take
+from .layers import fill_layer, scaled
+from .rows import Rows, refusal, rows_of
+
+
+def lower_attention(net: Builder, operation: Operation) -> None:
+    """norm, linear(s), attention."""
+    batch, heads, queries, width = operation.inputs[0].shape
+    tokens, constant, mask = operation.inputs[1].shape[2], operation.query, operation.mask
+    projection = net.layer_behind(operation)
+    if projection is None and net.only_kind(operation) != "norm":
+        raise refusal(operation, "it stands before something else than one linear layer or normalisation")
+    parts, rows = _parts_of(net, operation)
+    first = parts[0].linear
+    matrix = Matrix.join([part.layer.matrix for part in parts], 0)
+    source, grid_of = take(net, rows, operation, first.seen[0], matrix, "qkv")
+    prefix = operation.name or "attention"
+    if operation.is_causal and mask is not None:
+        raise refusal(operation, "it is causal and has a bias")
+    shape = None if mask is None else (mask.shape[0], heads, queries, tokens)
+    window = tokens if batch > BATCH else 0
+    module = Attention(
+        heads, width, operation.scale, net.recipe.key, shape, window, 0 if constant is None else queries,
+        queries if constant is None and queries != tokens else 0, operation.is_padded, operation.is_causal,
+    )  # fmt: skip
+    made = add_heads(net, operation, prefix, source, parts)
+    twin = FloatTwin(
+        mask=None if mask is None or shape is None else mask.expand(shape),
+        query=None if constant is None else constant[None], head_scale=operation.head_scale,
+    )  # fmt: skip
+    ids = [IMAGES] if operation.is_padded else []
+    node = net.add(f"{prefix}.core", module, *made.names, *ids, twin=twin, shows=whole(operation))
+    after = fill_stream = None
+    if projection is None:
+        seen = net.users[operation][0][0].seen[0]
+        fill_stream = _attention_stream(net, operation, node, seen)
+    else:
+        layer, seen, columns = projection
+        net.values[operation], after = node, scaled(net, layer).columns(columns)
+    for part in parts:
+        net.watch(part.linear.node, *(() if part.norm is None else (part.norm.seen[0], part.norm.node)))
+        if part.positions is not None:
+            net.watch(part.positions.seen)
+    net.watch(seen)
+
+    @net.fills
+    def fill(ranges: Ranges) -> None:
+        ends = [part.ends(ranges) for part in parts]
+        if constant is not None:
+            ends.insert(0, (constant.amin(dim=1), constant.amax(dim=1)))
+        grids = cv.attention_grids(*ends)
+        made.fill(ranges, grids, *grid_of(ranges))
+        if constant is not None and module.query is not None:
+            values8 = (constant / grids.query_step[:, None]).round().clamp(-127, 127)
+            module.query.copy_(values8.to(torch.int8)[None])
+        grids.fill(module, operation.head_scale)
+        weight = None if after is None else after.make()
+        net.grids[node] = cv.fill_output(module, ranges[seen], grids.value_middle.flatten(), weight)
+        if fill_stream is not None:
+            fill_stream(ranges)
+        if mask is not None and module.bias is not None:
+            module.bias.copy_(bias_to_fixed(mask.to(torch.float32).expand(module.bias.shape)))
+
+
+def _parts_of(net: Builder, operation: Operation) -> tuple[list[Part], Rows]:
+    """Return query (if it is no constant), key and value of attention, and the rows that their linear layers take."""
+    query, key, value = operation.inputs
+    if key.shape != value.shape or key.shape[:2] != query.shape[:2] or key.shape[3] != query.shape[3]:
+        raise refusal(operation, "query, key and value have different heads or channels")
+    parts = [part_of(view, operation) for view in (key, value)]
+    if operation.query is None:
+        parts.insert(0, part_of(query, operation, parts[0].positions))
+    normed = [part for part in parts if part.norm is not None]
+    if normed and (len(parts) != 3 or normed != parts[:2]):
+        raise refusal(operation, "only query and key together can be normalised")
+    if any(not torch.equal(part.tokens, counted(len(part.tokens))) for part in parts):
+        raise refusal(operation, "it takes some tokens of its linear layers that are not the first ones")
+    if any(len(part.tokens) != part.linear.rows // query.shape[0] for part in parts[-2:]):
+        raise refusal(operation, "keys or values are some tokens of those that its linear layers take")
+    rows = rows_of(parts[0].linear.inputs[0], parts[0].linear)
+    for part in parts:
+        other = rows_of(part.linear.inputs[0], part.linear)
+        if other.source is not rows.source or not torch.equal(other.table, rows.table):
+            raise refusal(operation, "query, key and value are not of the same tokens")
+        if any(user.kind not in ("attention", "norm", "rotary") for user, _ in net.users[part.linear]):
+            raise refusal(operation, "query, key or value are used elsewhere, too")
+    return parts, rows
+
+
+def _attention_stream(net: Builder, operation: Operation, core: str, seen: fx.Node) -> Callable[[Ranges], None]:
+    """Add what brings attention's outputs, with a step a channel, to one int16 unit, which a normalisation takes.
+
+    A linear layer whose matrix is diagonal: there is no other operator from int8 to int16.
+
+    Args:
+        net: the network.
+        operation: attention.
+        core: its node.
+        seen: node of the traced graph with its output.
+
+    Returns:
+        What fills it in, once attention is filled in.
+    """
+    channels = operation.channels
+    module, group = Linear(channels, channels, "int16"), net.group()
+    same = Affine(Matrix((channels, channels), lambda: torch.eye(channels, dtype=torch.float64, device="cpu")))
+    node = net.add(f"{core}_wide", module, core, twin=FloatTwin(same.matrix))
+    net.begin(operation, node, group)
+    net.see(group, seen)
+    return lambda ranges: fill_layer(module, same, net.grids[core], ranges[seen].mean, group.unit)

@@ -1294,7 +1294,11 @@ class Lowering:
 
             self.fillers.append(fill)
             return name
+        if source.kind == "join":
+            raise _refuse(source, "an output is several tensors side by side; outputs can name them one by one")
         stream, there = self.stream(output.view, output.node, source)
+        if there.table.shape[1] > 1:
+            raise _refuse(source, "several tokens are a row of an output, with constants")
         token = int(there.table[0, 0]) if len(there.table) == 1 and len(output.view.shape) == 2 else None
         if token is None and not torch.equal(there.table, counted(stream.rows)[:, None]):
             raise _refuse(source, "an output is some tokens of the residual stream")
@@ -1306,7 +1310,7 @@ class Lowering:
         """Return the node with the tokens of an output, of the one with all."""
         if (tokens := output.arrangement) is None:
             return node
-        made = Tokens(tokens.first, tokens.count, tokens.shape, tokens.channels_first)
+        made = Tokens(tokens.first, tokens.count, tokens.shape, tokens.channels_first, tokens.joined)
         name = self.add(output.name, made, node)
         self.fillers.append(lambda ranges: self.scales.__setitem__(name, self.scales[node]))
         return name

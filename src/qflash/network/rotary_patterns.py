@@ -21,6 +21,7 @@ from .conversion import Grid
 from .float_parts import FloatTwin
 from .matrix import Matrix
 from .modules import LayerNorm, Linear
+from .operators.norms import RmsNorm
 from .operators.rotary import Rotary
 
 _ALIKE = 1e-5
@@ -182,7 +183,7 @@ class TurnedHeads:
             taken = []
             for number, part in enumerate(parts[:2]):
                 assert part.norm is not None
-                norm = LayerNorm(width, "int16", part=(number * wide, heads))
+                norm = (LayerNorm if part.norm.centred else RmsNorm)(width, "int16", part=(number * wide, heads))
                 taken.append(lowering.add(part.norm.name or f"{prefix}.norm", norm, self.both))
                 self.norms.append((taken[-1], norm, part.float_norm()))
                 lowering.twins[taken[-1]] = self.norms[-1][2].twin()

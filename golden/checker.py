@@ -773,6 +773,8 @@ class Network:
 
     def tokens(self, name, sizes, h):
         h = h[:, sizes["first"] : sizes["first"] + sizes["count"]]
+        if sizes.get("joined") is not None:
+            return h.reshape(len(h), *sizes["joined"])
         if sizes["shape"] is None:
             return h
         h = h.reshape(len(h), *sizes["shape"], -1)

@@ -13,6 +13,7 @@ from families import STATISTICS, images, make, normalise
 from torch import nn
 
 import qflash
+from qflash.network.capture import UnsupportedError
 from qflash.network.operators.tokens import Tokens, arrange
 from qflash.network.outputs import select_outputs
 from qflash.network.quality import sqnr_db
@@ -48,6 +49,15 @@ def patches(model: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
     return {**found, "map": tokens[:, 3:].unflatten(1, (4, 4))}
 
 
+def joined(model: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Tokens in twos, four by four as a map has them, and the first two alone; and blocks' and logits' tokens in a row."""
+    tokens, block = model.forward_features(x), model.forward_intermediates(x, [1], intermediates_only=True, output_fmt="NLC")[0]
+    twos, patches = tokens[:, 1:].unflatten(1, (-1, 2)).flatten(2), tokens[:, 3:].unflatten(1, (2, 2, 2, 2))
+    fours = patches.permute(0, 1, 3, 2, 4, 5).flatten(3).flatten(1, 2)
+    one = torch.cat((tokens[:, 0], tokens[:, 1]), -1)
+    return {"twos": twos, "fours": fours, "one": one, "block": block.flatten(1), "logits": model.head(tokens).flatten(1)}
+
+
 def layers(model: Any, x: torch.Tensor) -> Any:
     return model.get_intermediate_layers(x, n=2, norm=True)
 
@@ -65,6 +75,8 @@ CASES: dict[str, tuple[str, Any, Any, dict[str, tuple[int, ...]]]] = {
     "layers": ("timm: registers", layers, layers, {"output0": (16, 48), "output1": (16, 48)}),
     "tokens": ("timm: registers", patches, patches,
                {"class": (48,), "registers": (2, 48), "patches": (16, 48), "map": (4, 4, 48)}),
+    "joined": ("timm: registers", joined, joined,
+               {"twos": (9, 96), "fours": (4, 192), "one": (96,), "block": (768,), "logits": (114,)}),
 }  # fmt: skip
 _made: dict[str, tuple[nn.Module, Any]] = {}
 
@@ -122,7 +134,7 @@ def test_exports_have_the_same_bits(name: str, tmp_path: Path) -> None:
         assert np.array_equal(got, want.numpy())
 
 
-@pytest.mark.parametrize("name", ["maps", "tokens", "swin"])
+@pytest.mark.parametrize("name", ["maps", "tokens", "swin", "joined"])
 def test_tosa_has_the_same_bits(name: str, tmp_path: Path) -> None:
     pytest.importorskip("tosa_serializer")
     from test_tosa import check_profile, evaluate
@@ -144,6 +156,8 @@ def test_tokens_keep_their_numbers() -> None:
     first = Tokens(1, 6, (2, 3), True)(x)
     assert torch.equal(first, x[:, 1:7].reshape(2, 2, 3, 3).permute(0, 3, 1, 2)) and first.is_contiguous()
     assert torch.equal(first, arrange(x, 1, 6, (2, 3), True))
+    assert torch.equal(Tokens(1, 6, joined=(3, 6))(x), x[:, 1:7].reshape(2, 3, 6))
+    assert torch.equal(Tokens(1, 6, joined=[18])(x), x[:, 1:7].reshape(2, 18))
 
 
 @pytest.mark.parametrize(
@@ -151,12 +165,26 @@ def test_tokens_keep_their_numbers() -> None:
     [
         ((-1, 3), "first must be whole and from 0"), ((0, 0), "count must be whole and from 1"),
         ((0, 6, (2, 2)), "shape must be .height, width. of 6 tokens"), ((0, 6, (2,)), "shape must be None or have 2"),
-        ((0, 6, (2, 3), 1), "channels_first must be True or False"),
+        ((0, 6, (2, 3), 1), "channels_first must be True or False"), ((0, 6, None, False, 3), "joined must be None or have 2"),
+        ((0, 6, (2, 3), False, (3, 6)), "joined must be .* and no shape"), ((0, 6, None, False, (5, 3)), "of 6 tokens"),
     ],
 )  # fmt: skip
 def test_tokens_refuse_other_sizes(arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Tokens(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda model, x: 2 * model.forward_features(x).flatten(1), "tokens are merged behind a normalisation"),
+        (lambda model, x: 2 * model.blocks(model._pos_embed(model.patch_embed(x))).flatten(1), "constants are added to, or"),
+        (lambda model, x: torch.cat(((y := model.forward_features(x))[:, 0], y.mean(1)), -1), "side by side"),
+    ],
+)  # fmt: skip
+def test_outputs_of_several_tensors_or_with_constants_are_refused_by_name(returned: Any, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        qflash.quantize_model(make("timm: registers"), [images(4)], outputs=returned, progress=False, **STATISTICS)
 
 
 def test_a_file_with_tokens_that_are_not_there_is_refused() -> None:

@@ -197,7 +197,7 @@ TURNS: dict[str, Turn] = {
 class Model(nn.Module):
     """Two blocks of attention on a class token and 16 patches, without an MLP."""
 
-    def __init__(self, query: Turn, key: Turn, *, norms: bool = False, pool: str = "mean") -> None:
+    def __init__(self, query: Turn, key: Turn, *, norms: Any = nn.Identity, pool: str = "mean") -> None:
         super().__init__()
         wide = HEADS * WIDTH
         self.turns, self.pool = (query, key), pool
@@ -205,8 +205,7 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(
             nn.ModuleDict({
                 "norm": nn.LayerNorm(wide), "qkv": nn.Linear(wide, 3 * wide), "proj": nn.Linear(wide, wide),
-                "q_norm": nn.LayerNorm(WIDTH) if norms else nn.Identity(),
-                "k_norm": nn.LayerNorm(WIDTH) if norms else nn.Identity(),
+                "q_norm": norms(WIDTH), "k_norm": norms(WIDTH),
             }) for _ in range(2)
         )  # fmt: skip
         self.norm, self.head = nn.LayerNorm(wide), nn.Linear(wide, 5)
@@ -240,13 +239,18 @@ def quantise(model: Model) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("turn", TURNS)
-@pytest.mark.parametrize("options", [{}, {"norms": True}, {"pool": "token"}, {"norms": True, "pool": "token"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"norms": nn.LayerNorm}, {"norms": nn.RMSNorm}, {"pool": "token"}, {"norms": nn.LayerNorm, "pool": "token"}],
+    ids=str,
+)
 def test_every_spelling_of_a_turn_becomes_integers(turn: str, options: dict[str, Any]) -> None:
     model = build(TURNS[turn], **options)
     network = quantise(model)
     kinds = [type(network.part(node.name)).__name__ for node in network.nodes]
     # query and key share a launch but for normalisations between
     assert kinds.count("Rotary") == (4 if options.get("norms") else 2)
+    assert kinds.count("RmsNorm") == (4 if options.get("norms") is nn.RMSNorm else 0)
     images = draw_images(12, 3, 16, seed=3)
     with torch.inference_mode():
         want = model(images.float() / 127.5 - 1)

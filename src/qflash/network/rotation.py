@@ -317,7 +317,7 @@ class _Stream:
     ) -> None:  # fmt: skip
         """Plan that outputs of the network are rotated back; arguments as of :meth:`_read`."""
         outputs = [output for output in self.captured.outputs if output.view.source is operation]
-        _require(all(_is_plain(output.view) for output in outputs))
+        _require(all(_is_plain(output.view) and output.view.shape[-1] == operation.channels for output in outputs))
         self.planned.extend(_back(self.captured, output, moved, self.rotation, gain, bias) for output in outputs)
 
 

@@ -18,22 +18,24 @@ from .operations import BATCH, Operation, View, counted, whole
 
 @dataclasses.dataclass(frozen=True)
 class Arrangement:
-    """Some tokens of (batch, tokens, channels), perhaps as a map.
+    """Some tokens of (batch, tokens, channels), perhaps as a map, or several in a row.
 
     Attributes:
         first, count: which tokens.
         shape: (height, width) of a map, or None where they stay tokens.
         channels_first: whether a map is (batch, channels, height, width), otherwise (batch, height, width, channels).
+        joined: (rows, channels) or (channels,), where several tokens are a row, or None.
     """
 
     first: int
     count: int
     shape: tuple[int, int] | None = None
     channels_first: bool = False
+    joined: tuple[int, ...] | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return them of (batch, tokens, channels); see :func:`.operators.tokens.arrange`."""
-        return arrange(x, self.first, self.count, self.shape, self.channels_first)
+        return arrange(x, self.first, self.count, self.shape, self.channels_first, self.joined)
 
 
 @dataclasses.dataclass
@@ -200,9 +202,29 @@ def _arrangement(view: View) -> Arrangement | None:
     return None
 
 
+def _tokens_of_rows(view: View) -> View | None:
+    """Return (batch, tokens, channels) of an output whose rows are several tokens each, or None where they are not."""
+    channels, shape = view.source.channels, view.shape
+    if len(shape) not in (2, 3) or shape[-1] == channels or shape[-1] % channels:
+        return None
+    if view.factor is not None or view.term is not None:
+        return None
+    tokens = view.moved(lambda x: x.reshape(BATCH, -1, channels), in_order=True)
+    places = tokens.places()
+    first = places[..., :1]
+    whole = (first >= 0) & (first % channels == 0) & (places == first + counted(channels))
+    return tokens if bool(whole.all()) else None
+
+
 def output_of(name: str, view: View, node: fx.Node, place: int) -> Output:
     """Return an output of the network, that a view is."""
-    arrangement = _arrangement(view)
+    tokens = _tokens_of_rows(view)
+    arrangement = _arrangement(view if tokens is None else tokens)
+    if tokens is not None:
+        joined = tuple(view.shape[1:])
+        if arrangement is None:
+            return Output(name, tokens, view.source.node, place, Arrangement(0, tokens.shape[1], joined=joined))
+        arrangement = dataclasses.replace(arrangement, joined=joined)
     if arrangement is None:
         return Output(name, view, node, place)
     return Output(name, whole(view.source), view.source.node, place, arrangement)

@@ -134,7 +134,8 @@ def lower_output(net: Builder, output: Output) -> str:
     node = _made(net, output)
     if (tokens := output.arrangement) is None:
         return node
-    name = net.add(output.name, Tokens(tokens.first, tokens.count, tokens.shape, tokens.channels_first), node)
+    made = Tokens(tokens.first, tokens.count, tokens.shape, tokens.channels_first, tokens.joined)
+    name = net.add(output.name, made, node)
     net.fills(lambda ranges: net.scales.__setitem__(name, net.scales[node]))
     return name
 
@@ -160,6 +161,8 @@ def _made(net: Builder, output: Output) -> str:
             norm.fill(net.scales[norm.node])
 
         return norm.node
+    if source.kind == "join":
+        raise refusal(source, "an output is several tensors side by side; outputs can name them one by one")
     stream, token = _tokens_of_stream(net, output.view, output.node, source)
     name = net.add(output.name, Widen(None if stream.is_flat else token), stream.node)
     net.fills(lambda ranges: net.scales.__setitem__(name, stream.group.unit))
@@ -176,6 +179,8 @@ def _tokens_of_stream(net: Builder, view: View, seen: fx.Node, user: Operation) 
     stream, there = stream_of(net, view, seen, user)
     if _is_single(view, user):
         return stream, int(there.table[0, 0])
+    if there.table.shape[1] > 1:
+        raise refusal(view.source, "several tokens are a row of an output, with constants")
     if not there.are_all(stream.rows):
         raise refusal(view.source, "an output is some tokens of the residual stream")
     return stream, None

@@ -17,7 +17,8 @@ each:
     row sum                                      half a dot product (dp2a), where it is exact
 
 Up to 128 P that is five instructions per score; the general form takes seven. The price: octaves have eight bits, so an
-exponent of more than 236 octaves could wrap. :func:`may_wrap` and :func:`least_if_needed` bound the exponents of a row.
+exponent of more than 236 octaves could wrap. :func:`may_wrap`, :func:`least_if_needed` and
+:func:`least_of_own_rows` bound the exponents of a row.
 Where the bound does not suffice, scores are raised to a score that is at least 64 octaves below the row maximum
 (:func:`raised`, :func:`raised_if_needed`); P is 0 for both.
 
@@ -32,7 +33,7 @@ from triton.experimental.gluon import language as gl
 from ..common.fixed_point import MAX_FRACTION_BITS, bit_length, exponent_offset, half_of, output_multiplier
 from ..common.quantize_ops import MAX_BF16, MAX_F16, MIN_BF16, MIN_F16, nan_max, nan_min
 from ..common.tile_ops import MASKED, row_multiplier
-from .row_ops import beside_rows, bring_both, own_twice
+from .row_ops import beside_rows, bring_both, own_twice, upper_and_lower
 
 # the name differs between releases of Triton
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -70,6 +71,8 @@ prmt.b32 $0, a, b, 0x7531; mov.b32 $2, 0; mov.b32 $3, 0; mov.b32 $4, 0;}""")
 SUM_MAGNITUDES = gl.constexpr("""{.reg .b32 a, b; xor.b32 a, $4, 0x80808080; mov.b32 b, 0x80808080;
 mov.b32 $1, 0; vabsdiff4.u32.u32.u32.add $0, a, b, $1;
 mov.b32 $2, 0; mov.b32 $3, 0;}""")
+# four int8 as a word in the first of four outputs, 0 in the other three
+WORD = gl.constexpr("mov.b32 $0, $4; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;")
 # the first or second of two 16-bit floats in a word, as float32
 FIRST_F16 = gl.constexpr("{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, a;}")
 SECOND_F16 = gl.constexpr("{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, b;}")
@@ -149,6 +152,12 @@ def first_of_four(x):
 def magnitudes_by_four(x):
     """Sums of the magnitudes of four neighbouring int8 of a row, int32 (rows, columns / 4)."""
     return first_of_four(gl.inline_asm_elementwise(SUM_MAGNITUDES, "=r,=r,=r,=r,r", [x], gl.int32, True, 4))
+
+
+@gluon.jit
+def words_of_four(x):
+    """Every four neighbouring int8 of a row as one word, int32 (rows, columns / 4)."""
+    return first_of_four(gl.inline_asm_elementwise(WORD, "=r,=r,=r,=r,r", [x], gl.int32, True, 4))
 
 
 @gluon.jit
@@ -248,6 +257,54 @@ def least_if_needed(row_max, most, multiplier, fraction_bits):
     else:
         least = gl.inline_asm_elementwise(LEAST_IF_NEEDED, "=r,r,r,r", [reach, limit, least], gl.int32, True, 1)
     return least
+
+
+@gluon.constexpr_function
+def _least_of_own_rows(words):
+    """PTX for :func:`least_of_own_rows`: $0 and $1 from ``words`` words of each of two rows, then the row's own numbers."""
+    first = [f"${2 + 2 * i}" for i in range(words)]
+    second = [f"${3 + 2 * i}" for i in range(words)]
+    row_max, reach, multiplier, limit, least = (f"${2 + 2 * (words + i)}" for i in range(5))
+
+    def added(total, row):
+        zero = f"mov.b32 {total}, 0;"
+        return zero + "".join(f"xor.b32 x, {w}, z; vabsdiff4.u32.u32.u32.add {total}, x, z, {total};" for w in row)
+
+    return f"""{{.reg .pred p, even; .reg .b32 a, b, x, z;
+mov.b32 $0, {MASKED.value}; mov.b32 z, 0x80808080;
+setp.ge.u32 p, {reach}, {limit}; vote.sync.any.pred p, p, -1; @!p bra.uni DONE;
+{added("a", first)} {added("b", second)}
+mov.u32 x, %laneid; and.b32 x, x, 1; setp.eq.u32 even, x, 0;
+selp.b32 x, b, a, even; selp.b32 a, a, b, even;
+shfl.sync.bfly.b32 x, x, 1, 31, -1; add.s32 a, a, x;
+shfl.sync.bfly.b32 x, a, 2, 31, -1; add.s32 a, a, x;
+mad.lo.s32 a, a, 128, {row_max}; mul.lo.s32 a, a, {multiplier};
+setp.ge.u32 p, a, {limit}; vote.sync.any.pred p, p, -1; selp.b32 $0, {least}, {MASKED.value}, p;
+DONE: mov.b32 $1, $0;}}"""
+
+
+@gluon.jit
+def least_of_own_rows(words, most, row_max, multiplier, fraction_bits, L: gl.constexpr):
+    """:func:`least_if_needed` by the magnitudes of the rows' own queries, which are added up only if ``most`` is too much.
+
+    No score of a row lies below -128 times the sum of the magnitudes of its query.
+
+    Args:
+        words: a warp's queries as words of four int8, a tuple of (rows, 4) in layout L.
+        most: no score of any query lies below ``-most``.
+        row_max, multiplier, fraction_bits: one row per thread.
+    """
+    M: gl.constexpr = words[0].shape[0]
+    own = (
+        row_max, (row_max + most) * multiplier, multiplier, row_max * 0 + (OCTAVES << fraction_bits),
+        least_score(row_max, multiplier, fraction_bits),
+    )  # fmt: skip
+    args = words
+    for i in gl.static_range(len(own)):
+        args = args + (gl.convert_layout(own_twice(own[i], M), L, assert_trivial=True),)
+    least = gl.inline_asm_elementwise(_least_of_own_rows(len(words)), "=&r,=&r" + ",r" * 2 * len(args), args, gl.int32, True, 2)
+    least, _ = upper_and_lower(least)
+    return gl.convert_layout(least, row_max.type.layout, assert_trivial=True)
 
 
 @gluon.jit

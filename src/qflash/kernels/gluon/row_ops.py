@@ -38,7 +38,7 @@ def bring_both(even, odd, own):
 
 
 @gluon.jit
-def _upper_and_lower(x):
+def upper_and_lower(x):
     """(rows, 4) -> rows r and rows r + 8 of every sixteen, two (rows / 2, 4)."""
     ROWS: gl.constexpr = x.shape[0]
     x, y = gl.split(gl.permute(gl.reshape(x, (ROWS // 16, 2, 8, 4)), (0, 2, 3, 1)))
@@ -47,7 +47,7 @@ def _upper_and_lower(x):
 
 @gluon.jit
 def _in_rows(x, y):
-    """The inverse of :func:`_upper_and_lower`: (rows, 4)."""
+    """The inverse of :func:`upper_and_lower`: (rows, 4)."""
     ROWS: gl.constexpr = 2 * x.shape[0]
     x = gl.permute(gl.reshape(gl.join(x, y), (ROWS // 16, 8, 4, 2)), (0, 3, 1, 2))
     return gl.reshape(x, (ROWS, 4))
@@ -93,7 +93,7 @@ def _reduced(x, COMBINE: gl.constexpr):
     """(rows, 4), the parts of a row in the lanes of a quad -> combined by COMBINE, one row per thread."""
     if x.shape[0] > 8:
         # of two neighbouring lanes each keeps one of the two rows, and gives the other its part of that one's row
-        a, b = _upper_and_lower(x)
+        a, b = upper_and_lower(x)
         x = COMBINE(_where_even(a, b), shuffled(_where_even(b, a), of_partner(0)))
     else:
         x = COMBINE(x, shuffled(x, of_partner(0)))
@@ -118,7 +118,7 @@ def one_row(x):
     """Numbers of rows that are equal in all of eight columns, one row per thread."""
     x, _ = gl.split(gl.reshape(x, (x.shape[0], 4, 2)))
     if x.shape[0] > 8:
-        x, y = _upper_and_lower(x)
+        x, y = upper_and_lower(x)
         x = _where_even(x, y)
     return x
 

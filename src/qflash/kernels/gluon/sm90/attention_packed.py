@@ -30,7 +30,6 @@ from ..ptx_ops import (
     as_float32,
     barrier,
     fine_probabilities,
-    least_if_needed,
     raised_if_needed,
     round_centered,
     round_to_int8,
@@ -62,6 +61,7 @@ from .query_block import (
     finished,
     fold_columns,
     last_turns,
+    least_of_queries,
     load_channels,
     load_queries,
     padded_columns,
@@ -262,7 +262,7 @@ def _attend(
             largest = gl.maximum(largest, fold_columns(s, WARPS))
     row_max = row_largest(largest)
     slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
-    least = least_if_needed(row_max, CHANNELS << 14, multiplier, fraction_bits)
+    least = least_of_queries(q, row_max, multiplier, fraction_bits, CHANNELS, WARPS)
     # keys past the last have the row maximum as score, so the largest probability; it is taken out of the row sum at the end
     most = fine_probabilities(row_max, slope, begin, constant)
     row_max = both_rows(row_max, M)

@@ -44,6 +44,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_init, warpgroup_mma_wait
 
+from ... import tiles
 from ...common.dependent_launch import wait_for_kernels
 from ...common.fixed_point import split_scale, twice_mean, usable_scale
 from ...common.quantize_ops import amplitude_to_scale, nan_max
@@ -84,6 +85,7 @@ from .query_block import (
     exponentiate,
     finished,
     fold_columns,
+    least_of_queries,
     load_queries,
     part_sums,
     quarter_sums,
@@ -101,6 +103,7 @@ from .query_block import (
 from .stage_kv import all_quads, copy_keys, load_quads, quantize_keys, quantize_values, sums_aside, sums_beside
 from .tail_queries import last_queries, last_rows, load_last
 
+SHORT_ROW = gl.constexpr(tiles.SHORT_ROW)
 # of -127, modulo 2**32: a product with it divides multiples of -127 exactly
 INVERSE_OF_127 = gl.constexpr(pow(-127, -1, 1 << 32))
 
@@ -317,7 +320,11 @@ def _block(
         # measured: with three programs per SM 2 to 3 % faster in several waves, 2 to 3 % slower in one wave
         keep_apart(units[2], 2)
     slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
-    least = least_if_needed(row_max, CHANNELS << 14, multiplier, fraction_bits)
+    if KEYS > SHORT_ROW:
+        # shorter rows on three programs per SM have no registers for queries beside scores
+        least = least_of_queries(q, row_max, multiplier, fraction_bits, CHANNELS, WARPS)
+    else:
+        least = least_if_needed(row_max, CHANNELS << 14, multiplier, fraction_bits)
     if ONE:
         slope, begin, constant = both_rows(slope, M), both_rows(begin, M), own_twice(constant, M)
     EIGHT: gl.constexpr = score_layout(8 * ACROSS, WARPS, ACROSS)

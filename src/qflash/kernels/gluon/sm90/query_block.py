@@ -33,11 +33,14 @@ from ..ptx_ops import (
     beside_channels,
     fine_probabilities,
     first_of_four,
+    least_if_needed,
+    least_of_own_rows,
     pack,
     pack_and_sum,
     round_to_int8,
     scaled,
     unpack,
+    words_of_four,
 )
 from ..row_ops import beside_columns, beside_rows, both_rows, one_row, row_largest
 from .layouts import (
@@ -426,6 +429,32 @@ def quarter_sums(parts, WARPS: gl.constexpr):
     M: gl.constexpr = parts.shape[0]
     parts = gl.reshape(first_of_four(parts), (M, parts.shape[1] // 16, 4))
     return gl.convert_layout(gl.sum(parts, 1), quarter_layout(WARPS), assert_trivial=True)
+
+
+@gluon.jit
+def _quarters(words, L: gl.constexpr):
+    """Words of queries, (rows, columns), as a tuple of (rows, 4) in layout L, without moving data."""
+    M: gl.constexpr = words.shape[0]
+    N: gl.constexpr = words.shape[1]
+    if N == 4:
+        pieces = (gl.convert_layout(words, L, assert_trivial=True),)
+    else:
+        a, b = gl.split(gl.permute(gl.reshape(words, (M, 2, N // 2)), (0, 2, 1)))
+        pieces = _quarters(a, L) + _quarters(b, L)
+    return pieces
+
+
+@gluon.jit
+def least_of_queries(q, row_max, multiplier, fraction_bits, CHANNELS: gl.constexpr, WARPS: gl.constexpr):
+    """:func:`.gluon.ptx_ops.least_if_needed` of a block of int8 queries, by their magnitudes where a thread has one row."""
+    if len(row_max.shape) == 1:
+        least = least_if_needed(row_max, CHANNELS << 14, multiplier, fraction_bits)
+    else:
+        words = ()
+        for c in gl.static_range(len(q)):
+            words = words + _quarters(words_of_four(q[c]), quarter_layout(WARPS))
+        least = least_of_own_rows(words, CHANNELS << 14, row_max, multiplier, fraction_bits, quarter_layout(WARPS))
+    return least
 
 
 @gluon.jit

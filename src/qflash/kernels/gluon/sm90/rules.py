@@ -186,12 +186,14 @@ def quantises_apart(queries: int, keys: int, heads: int, head_dim: int, processo
 
     Where each processor has a block of 128 queries at most, the one launch is sooner done if it is repeated: 25.7 against 26.8
     us for 12 heads of 1370 keys. Its code quantises a whole head in registers, and grows with the row. Beside the other kernels
-    of a DINOv2-B it takes 33.6 us, which costs the model 5 %: it then no longer seems to stay in the instruction caches.
+    of a DINOv2-B it takes 33.6 us, which costs the model 5 %: it then no longer seems to stay in the instruction caches. Up to
+    one and a half blocks a processor, programs of the one launch quantise one or two heads each and wait for the slower: 16
+    heads of 1374 keys take 37.1 us and 33.3 apart, 24 of 1370 keys 48.0 and 50.5 (``own_bound_h200.json``).
 
     Args:
         queries, keys, heads, head_dim, processors: as in :class:`Work`.
     """
-    return keys > APART_KEYS and head_dim <= 64 and triton.cdiv(queries, 128) * heads <= processors
+    return keys > APART_KEYS and head_dim <= 64 and 2 * triton.cdiv(queries, 128) * heads <= 3 * processors
 
 
 def most_packed_keys(head_dim: int, heads: int, processors: int) -> int:

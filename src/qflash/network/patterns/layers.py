@@ -19,7 +19,7 @@ from ..operators.gated import Gated
 from .builder import Builder, Ranges
 from .inputs import Taken, add_norm, float_norm, norm_module, take, take_joined
 from .rows import are_same, refusal, rows_of
-from .streams import constant_stream, residual_of, stream_of
+from .streams import constant_stream, gather_of, residual_of, stream_of
 
 
 def fill_layer(module: Linear, layer: Affine, *arguments: torch.Tensor | Grid | float) -> None:
@@ -200,7 +200,7 @@ def lower_norm(net: Builder, operation: Operation) -> None:
     if not kinds & {"norm", "add"} and not any(_takes_stream(net, *user) for user in net.users[operation]):
         return
     stream, rows = stream_of(net, operation.inputs[0], operation.seen[0], operation)
-    module = norm_module(operation, "int16", None if rows.is_whole else rows.table)
+    module = norm_module(operation, "int16", gather_of(stream, rows))
     group, term, twin = net.group(), _term_behind(net, operation), float_norm(operation)
     residual = [] if term is None else [constant_stream(net, operation, term, group)]
     name = net.add(operation.name or "norm", module, stream.node, *residual, twin=twin)

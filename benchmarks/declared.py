@@ -37,6 +37,31 @@ def rows(*names: str, of: str = "rows") -> list[Row]:
     return [row | {FILE: f"{name}.json"} for name in names for row in record(name)[of]]
 
 
+def recorded(path: Path) -> list[Row]:
+    """Return the rows of a result file, none if it is not there yet."""
+    return list(json.loads(path.read_text(encoding="utf-8"))["rows"]) if path.is_file() else []
+
+
+def keep(path: Path, made: Iterable[Row], *keys: str, order: Callable[[Row], Any] | None = None, **head: Any) -> None:
+    """Put rows into a result file, in place of those that are alike in some columns.
+
+    Args:
+        path: of the file, which is replaced as a whole.
+        made: the rows.
+        keys: the columns.
+        order: by which all rows are sorted; as they come if None.
+        head: what stands in the file before the rows.
+    """
+    made = list(made)
+    done = {tuple(row[key] for key in keys) for row in made}
+    found = [row for row in recorded(path) if tuple(row[key] for key in keys) not in done] + made
+    if order is not None:
+        found.sort(key=order)
+    beside = path.with_suffix(".part")
+    beside.write_text(json.dumps({**head, "rows": found}, indent=1) + "\n", encoding="utf-8")
+    beside.replace(path)
+
+
 class Group(dict[str, Row]):
     """The rows of one problem, by method."""
 

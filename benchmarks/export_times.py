@@ -14,7 +14,6 @@ from __future__ import annotations
 import datetime
 import gc
 import importlib.util
-import json
 import pathlib
 import tempfile
 import time
@@ -86,11 +85,8 @@ def write(rows: list[dict[str, Any]]) -> None:
     packages = ["onnx", "torch", "timm"] + ["tosa-tools"] * any(row[col.METHOD] == "TOSA" for row in rows)
     versions = {name: metadata.version(name) for name in packages}
     date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    rows = [row | {"date": date, "versions": versions, **cpu()} for row in rows]
-    found = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.is_file() else []
-    by_model = {name: [row for row in found if row[col.MODEL] == name] for name in MODELS} | {rows[0][col.MODEL]: rows}
-    ordered = [row for name in MODELS for row in by_model[name]]
-    RESULTS.write_text(json.dumps({"rows": ordered}, indent=1) + "\n", encoding="utf-8")
+    own = {"date": date, "versions": versions, **cpu()}
+    declared.keep(RESULTS, [row | own for row in rows], col.MODEL, order=lambda row: list(MODELS).index(row[col.MODEL]))
 
 
 def problems() -> list[Group]:

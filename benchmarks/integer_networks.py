@@ -395,7 +395,7 @@ def write(rows: list[dict[str, Any]], device: str, versions: dict[str, str], *, 
     """
     if not all(math.isfinite(x) for row in rows for x in row.values() if isinstance(x, float)):
         raise ValueError("a result is not finite")
-    found: list[dict[str, Any]] = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.is_file() else []
+    found = declared.recorded(RESULTS)
     own = {"date": datetime.date.today().isoformat(), "versions": versions}
     on_cpu = {"device": "CPU", **openvino_networks.cpu()}
     rows = [

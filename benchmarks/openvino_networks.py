@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import json
 import logging
 import os
 import pathlib
@@ -163,12 +162,7 @@ def write(rows: list[dict[str, Any]], amx: str) -> None:
     packages = ("openvino", "nncf", "onnxruntime", "torch", "timm")
     own = {"amx": amx, "date": datetime.date.today().isoformat(), **cpu()}
     own["versions"] = {each: metadata.version(each) for each in packages}
-    rows = [row | own for row in rows]
-    keys = col.MODEL, col.BATCH, "threads", "amx"
-    done = {tuple(row[key] for key in keys) for row in rows}
-    found = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.is_file() else []
-    kept = [row for row in found if tuple(row[key] for key in keys) not in done]
-    RESULTS.write_text(json.dumps({"rows": kept + rows}, indent=1) + "\n", encoding="utf-8")
+    declared.keep(RESULTS, [row | own for row in rows], col.MODEL, col.BATCH, "threads", "amx")
 
 
 def problems() -> list[Group]:

@@ -20,7 +20,6 @@ import datetime
 import hashlib
 import importlib.util
 import io
-import json
 import pathlib
 import statistics
 import time
@@ -156,12 +155,12 @@ def write(rows: list[dict[str, Any]]) -> None:
     packages = ("torch", "timm", "torchao", "onnxruntime", "nncf", "openvino")
     own = {"date": datetime.date.today().isoformat(), **openvino_networks.cpu(), "qflash": qflash.__version__}
     own["versions"] = {each: metadata.version(each) for each in packages if importlib.util.find_spec(each)}
-    found = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.is_file() else []
-    done = {(row["method"], row["calibration"]) for row in rows}
-    found = [row for row in found if (row["method"], row["calibration"]) not in done] + [row | own for row in rows]
-    order = list(integer_networks.METHODS)
-    found.sort(key=lambda row: (order.index(row["method"]), is_draw(row), row["calibration"]))
-    RESULTS.write_text(json.dumps({"photos": JUDGED, "rows": found}, indent=1) + "\n", encoding="utf-8")
+    methods = list(integer_networks.METHODS)
+
+    def place(row: dict[str, Any]) -> tuple[int, bool, Any]:
+        return methods.index(row["method"]), is_draw(row), row["calibration"]
+
+    declared.keep(RESULTS, [row | own for row in rows], "method", "calibration", order=place, photos=JUDGED)
 
 
 def is_draw(row: col.Row) -> bool:

@@ -16,8 +16,6 @@ from __future__ import annotations
 import datetime
 import functools
 import hashlib
-import json
-import os
 import pathlib
 import tempfile
 import time
@@ -126,7 +124,7 @@ def measure(name: str, inputs: int) -> None:
     """Run a model on inputs that were not run yet, up to a number of them, and write its row."""
     network, draw, content, counts = written(name)
     digest = hashlib.sha256(content).hexdigest()
-    row = next((row for row in recorded() if row[col.MODEL] == name and row["sha256"] == digest), None)
+    row = next((row for row in declared.recorded(RESULTS) if row[col.MODEL] == name and row["sha256"] == digest), None)
     row = row or {col.MODEL: name, "sha256": digest, "inputs": 0, "outputs": 0, "differ": 0, "status": {}, "cpu_s": 0.0}
     if row["inputs"] >= inputs and row.keys() >= counts.keys():
         return
@@ -146,19 +144,9 @@ def measure(name: str, inputs: int) -> None:
     print({key: row[key] for key in (col.MODEL, "inputs", "outputs", "differ", "status", "cpu_s")}, flush=True)
 
 
-def recorded() -> list[dict[str, Any]]:
-    """Return the rows of the results."""
-    rows: list[dict[str, Any]] = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.is_file() else []
-    return rows
-
-
 def write(row: dict[str, Any]) -> None:
     """Put a row into the results, in place of the model's."""
-    rows = {each[col.MODEL]: each for each in recorded()} | {row[col.MODEL]: row}
-    ordered = [rows[name] for name in MODELS if name in rows]
-    beside = RESULTS.with_suffix(".part")
-    beside.write_text(json.dumps({"rows": ordered}, indent=1) + "\n", encoding="utf-8")
-    os.replace(beside, RESULTS)
+    declared.keep(RESULTS, [row], col.MODEL, order=lambda row: list(MODELS).index(row[col.MODEL]))
 
 
 KINDS = {

@@ -25,13 +25,16 @@ def unboxed(x: Any) -> Any:
     return x.item() if numpy is not None and isinstance(x, (numpy.generic, numpy.ndarray)) and x.size == 1 else x
 
 
-def whole_number(name: str, x: Any) -> int:
+def whole_number(name: str, x: Any, least: int | None = None) -> int:
     """Return an integer, also one in a box (:func:`unboxed`) or one that a compiler keeps open.
 
     Raises:
         TypeError: it is not an integer, or it is True or False.
+        ValueError: it is below ``least``.
     """
     x = unboxed(x)
     if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
         raise TypeError(f"{name} must be an integer, got {type(x).__name__}")
+    if least is not None and x < least:
+        raise ValueError(f"{name} must be at least {least}, got {x}")
     return x  # type: ignore[return-value]

@@ -30,14 +30,14 @@ MORE = {
     "network/modules.py": {"__init__"},
     "kernels/layers.py": {"launch_layer_norm"},
     "kernels/triton/network.py": {"layer_norm_launch"},
-    "network/execution.py": {"int8_linear", "patch_embedding", "_check_linear", "_check_embedding"},
+    "network/execution.py": {"int8_linear", "patch_embedding", "_check_embedding"},
+    "network/operator_arguments.py": {"check_linear"},
     # a call is made of an operator's arguments, in their order
     "specification/attention_call.py": {"int8_call"},
     # others' interfaces: scaled_dot_product_attention, and transformers' attention functions
     "integrations/sdpa.py": {"attend_or_fall_back"},
     "integrations/static_scales.py": {"static_attention"},
     "integrations/transformers.py": {"integer_attention_forward"},
-    # a block of the networks in files of version 1
 }
 """Functions with more than :data:`MOST`, besides the public ones."""
 

@@ -21,9 +21,12 @@ from qflash.network.capture import capture
 from qflash.network.capture.operations import BATCH
 from qflash.network.capture.unread import drop_unread_rows
 from qflash.network.float_parts import KEPT, kept_nodes, with_float_parts
+from qflash.network.modules import LayerNorm
 from qflash.network.onnx_check import check_onnx
 from qflash.network.operators.gated import Gated
+from qflash.network.patterns import Lowering
 from qflash.network.quality import sqnr_db
+from qflash.specification.recipe import resolve_recipe
 from small_networks import timm
 
 Kept = dict[str, tuple[nn.Module, Any]]
@@ -230,6 +233,15 @@ def test_unread_rows_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -
         assert torch.equal(got, wanted[label])
     rows = [sum(shape[1] for shape in each.shapes().values() if len(shape) == 3) for each in (network, whole)]
     assert rows[0] < rows[1] if name in ("timm: class token", "timm: distilled") else rows[0] == rows[1]
+
+
+def test_a_normalisation_of_all_tokens_reads_them_in_place() -> None:
+    """Also where the stream has a class token before the patches that the traced layer makes."""
+    captured = capture(make("transformers: CLIP"), normalise(images(BATCH)))
+    network = Lowering(captured, resolve_recipe(None), (3, SIDE, SIDE)).lower()
+    first = next(node for node in network.nodes if isinstance(network.part(node.name), LayerNorm))
+    assert network.part(first.name).dtype == torch.int16
+    assert network.part(first.name).gather is None
 
 
 def test_outputs_are_chosen_by_name() -> None:

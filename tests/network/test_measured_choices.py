@@ -10,6 +10,7 @@ from torch import nn
 
 import qflash
 from qflash.network import conversion
+from qflash.network.float_parts import FloatTwin
 from qflash.network.modules import LayerNorm, Linear
 from qflash.specification.layers import GELU_UNIT, rescale
 from small_networks import build, decibels, draw, normalise
@@ -317,9 +318,7 @@ def test_a_wide_bias_makes_a_rows_unit_coarser() -> None:
 @pytest.mark.parametrize(("bias", "shift"), [(0.0, 22), (300.0, 21), (-300.0, 21), (70000.0, 13)])
 def test_a_normalisations_constants_are_as_fine_as_they_fit(bias: float, shift: int) -> None:
     """G below 2^31 with 8 bits more than B, B below 2^30; whichever is the larger decides."""
-    norm = nn.LayerNorm(4)
-    with torch.no_grad():
-        norm.bias.fill_(bias)
+    norm = FloatTwin(torch.ones(4), torch.full((4,), bias), 1e-5)
     module = LayerNorm(4, "int8")
     conversion.finish_norm(module, norm, 1.0, 1.0)
     assert module.shift == shift

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qflash
 from qflash.network import conversion, execution, storage
+from qflash.network.float_parts import FloatTwin
 from qflash.network.modules import LayerNorm, Linear, LinearGelu, Mean
 from qflash.network.operators import gated, narrow, norms, rotary
 from qflash.network.storage import load_model, save_model
@@ -383,7 +384,7 @@ def test_units_that_sums_cannot_be_brought_to_are_refused() -> None:
     with pytest.raises(ValueError, match="the zero point of GELU is too large for its unit"):
         conversion.activation_steps(LinearGelu(4, 4), op.GELU_UNIT, wide, torch.eye(4, dtype=torch.float64))
     with pytest.raises(ValueError, match="gain is too large for its unit"):
-        conversion.finish_norm(LayerNorm(4, "int8"), torch.nn.LayerNorm(4), 1.0, 2.0**-30)
+        conversion.finish_norm(LayerNorm(4, "int8"), FloatTwin(torch.ones(4), torch.zeros(4), 1e-5), 1.0, 2.0**-30)
     with pytest.raises(ValueError, match="the mean of 4 tokens has no room in 32 bits"):
         conversion.finish_mean(Mean(4, 4, "int8"), one * 2.0**20, one)
 

@@ -17,6 +17,7 @@ from torch import nn
 import qflash
 from qflash.network import checks, conversion
 from qflash.network.capture import capture
+from qflash.network.float_parts import FloatTwin
 from qflash.network.quality import MOST_DB, Quality, sqnr_db
 from qflash.network.storage import network_header, network_tensors
 from qflash.specification import layers as op
@@ -320,8 +321,7 @@ def test_nan_is_not_below_a_bound() -> None:
     for weight, bias in ((torch.eye(4).double() * torch.nan, None), (torch.eye(4).double(), one * torch.nan)):
         with pytest.raises(ValueError, match="cannot be brought to a unit"):
             conversion.fill_linear(conversion.Linear(4, 4, "int8"), weight, bias, grid, 0 * one, one)
-    norm = nn.LayerNorm(4)
-    norm.bias.data[0] = torch.nan
+    norm = FloatTwin(torch.ones(4), torch.tensor([torch.nan, 0, 0, 0]), 1e-5)
     with pytest.raises(ValueError, match="a normalisation's offset is too large"):
         conversion.finish_norm(conversion.LayerNorm(4, "int8"), norm, 1.0, 1.0)
     with pytest.raises(ValueError, match="the mean of 4 tokens has no room"):

@@ -314,12 +314,12 @@ def across_heads(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("query", "key", "message"),
     [
-        (in_halves, of_neighbours, "query and key are turned by different angles"),
-        (in_halves, lambda x: x, "query and key are turned by different angles"),
-        (lambda x: x, in_halves, "query and key are turned by different angles"),
+        (in_halves, of_neighbours, "query and key are rotated by different angles"),
+        (in_halves, lambda x: x, "query and key are rotated by different angles"),
+        (lambda x: x, in_halves, "query and key are rotated by different angles"),
         (grows, grows, "it makes channels larger"),
-        (reflects, reflects, "the two channels of a pair are not turned by one angle"),
-        (of_two_angles, of_two_angles, "the two channels of a pair are not turned by one angle"),
+        (reflects, reflects, "the two channels of a pair are not rotated by one angle"),
+        (of_two_angles, of_two_angles, "the two channels of a pair are not rotated by one angle"),
         (of_three, of_three, "channels are not added in pairs, the same for all tokens and heads"),
         (twice, twice, "has no integer form"),
         (with_other_tokens, with_other_tokens, "has no integer form"),

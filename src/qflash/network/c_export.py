@@ -23,8 +23,8 @@ import torch
 
 from ..scalars import whole_number
 from .cpu_graph import make_plan
-from .export_checks import check_path
-from .graph import IntegerNetwork, check_integer
+from .export_checks import to_export
+from .graph import IntegerNetwork
 
 if TYPE_CHECKING:
     from ..kernels.cpu.plan import Plan
@@ -61,17 +61,12 @@ def export_c(
         RuntimeError: there are no C kernels on this machine.
         OSError: the folder cannot be written to.
     """
-    check_integer(network)
-    network = network if size is None else network.at(size)
-    check_path(folder)
-    write_program(network, folder, batch)
+    write_program(to_export(network, folder, size), folder, batch)
 
 
 def write_program(network: IntegerNetwork, folder: str | os.PathLike[str], batch: int = 1) -> None:
     """Write what :func:`export_c` does, of a network and a path that were checked."""
-    batch = whole_number("batch", batch)
-    if batch < 1:
-        raise ValueError(f"batch must be at least 1, got {batch}")
+    batch = whole_number("batch", batch, 1)
     for name in network.outputs:
         if len(name.encode()) >= NAME_BYTES:
             raise ValueError(f"names of outputs must have at most {NAME_BYTES - 1} bytes, got {name!r}")

@@ -394,7 +394,7 @@ def finish_norm(
 
     Args:
         module: to fill in.
-        norm: the float one.
+        norm: weight, bias and epsilon of the float one.
         unit: of the residual stream.
         step, middle: of the outputs.
     """
@@ -409,7 +409,7 @@ def finish_norm(
         if not float(x.abs().max()) < most:
             raise ValueError(f"a normalisation's {name} is too large for its unit; the network's scales are degenerate")
     module.shift = shift
-    module.epsilon = min(round(16 * gain.numel() * norm.eps / unit**2), op.MAX_EPSILON - (not module.centred))
+    module.epsilon = min(round(16 * gain.numel() * norm.epsilon / unit**2), op.MAX_EPSILON - (not module.centred))
     module.gain.copy_((gain * 2.0 ** (8 + shift)).round().to(torch.int32))
     module.offset.copy_((offset * 2.0**shift).round().to(torch.int32))
 

@@ -42,20 +42,16 @@ class NetworkGraph:
             with torch.cuda.graph(self._graph, stream=side):
                 self._output = network(self._images)
 
-    def __call__(
-        self, images: Any = None, *, input_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-    ) -> Any:  # fmt: skip
+    def __call__(self, images: Any = None, **text: torch.Tensor | None) -> Any:
         """Return new tensors with what the network makes of images or texts, of any device.
 
         Args:
-            images, input_ids, attention_mask, token_type_ids: as :meth:`.graph.IntegerNetwork.forward` takes them; texts of the
-                tokens of calibration.
+            images: as :meth:`.graph.IntegerNetwork.forward` takes them.
+            text: ``input_ids``, ``attention_mask`` and ``token_type_ids``, as it takes them, of the tokens of calibration.
 
         Raises:
             TypeError, ValueError: images are of another type or size, or not :attr:`batch` many.
         """
-        text = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
         images = self._network.prepared(images, **text)
         check_input(images, self._network.image)
         if len(images) != self.batch:

@@ -1,27 +1,38 @@
-"""What :func:`qflash.export_onnx` and :func:`qflash.export_tosa` require alike."""
+"""What the exports of networks require alike."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..specification.fixed_point import SECTION_KEYS
-from .graph import IntegerNetwork
+from .graph import IntegerNetwork, check_integer, check_network
 from .modules import Attention
 
 if TYPE_CHECKING:
     import numpy as np
 
 
-def check_path(path: object) -> None:
-    """Require a path.
+def to_export(
+    network: IntegerNetwork, path: object, size: int | Sequence[int] | None, *, floats: bool = False
+) -> IntegerNetwork:  # fmt: skip
+    """Return the network of one image size, which is to be written.
+
+    Args:
+        network: of any sizes.
+        path: where to.
+        size: the first if None.
+        floats: whether parts may be in floating point.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: ``network`` is not an IntegerNetwork, or ``path`` not a path.
+        ValueError: it has no such size, or parts in floating point.
     """
-    import os
-
+    (check_network if floats else check_integer)(network)
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be a string or a path, got {type(path).__name__}")
+    return network if size is None else network.at(size)
 
 
 def check_attention(network: IntegerNetwork, form: str) -> None:

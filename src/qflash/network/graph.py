@@ -222,13 +222,17 @@ class IntegerNetwork(IntegerModule):
 
         return float_nodes(self)
 
-    def prepared(self, images: Any, **text: torch.Tensor | None) -> torch.Tensor:
+    def prepared(
+        self, images: Any = None, input_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Return what :meth:`run` takes, of what :meth:`forward` takes.
 
         Raises:
             TypeError, ValueError: it is something else.
         """
-        given = {name: x for name, x in text.items() if x is not None}
+        texts = zip(TEXT, (input_ids, attention_mask, token_type_ids), strict=True)
+        given = {name: x for name, x in texts if x is not None}
         if isinstance(images, Mapping) and not takes_ids(self.image):
             raise TypeError(
                 "the network takes a tensor of images, uint8 (batch, channels, height, width), got a dictionary of "
@@ -272,8 +276,7 @@ class IntegerNetwork(IntegerModule):
         Raises:
             TypeError, ValueError: images are of another type or size.
         """
-        text = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
-        taken: Any = self.prepared(images, **text)
+        taken: Any = self.prepared(images, input_ids, attention_mask, token_type_ids)
         found = run_mixed(self, taken) if isinstance(taken, (list, tuple)) else self.run(taken)
         return found if len(found) > 1 else next(iter(found.values()))
 
@@ -436,9 +439,7 @@ class IntegerNetwork(IntegerModule):
             run = network.cuda().graph(64)
             logits = run(images)
         """
-        batch = whole_number("batch", batch)
-        if batch < 1:
-            raise ValueError(f"batch must be at least 1, got {batch}")
+        batch = whole_number("batch", batch, 1)
         network = self if size is None else self.at(size)
         return (NetworkGraph if next(self.buffers()).device.type == "cuda" else CpuGraph)(network, batch)
 
@@ -455,13 +456,8 @@ class IntegerNetwork(IntegerModule):
         """Write the network as ONNX with integer operators only; see :func:`qflash.export_onnx`."""
         from .onnx_export import export_onnx
 
-        options: dict[str, Any] = {
-            "external_data_threshold": external_data_threshold,
-            "inline": inline,
-            "int64": int64,
-            "size": size,
-        }
-        export_onnx(self, path, batch=batch, **options)
+        threshold = external_data_threshold
+        export_onnx(self, path, batch=batch, external_data_threshold=threshold, inline=inline, size=size, int64=int64)
 
     def export_tosa(
         self, path: str | os.PathLike[str], *, batch: int = 1, size: int | Sequence[int] | None = None, int16: bool = False

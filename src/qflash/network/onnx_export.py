@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..scalars import unboxed
+from ..scalars import unboxed, whole_number
 from ..specification.reference import ARITHMETIC_VERSION
 from ..specification.texts import PADDING
 from ..validation import check_flags
-from .export_checks import check_attention, check_path
-from .graph import IntegerNetwork, check_network
+from .export_checks import check_attention, to_export
+from .graph import IntegerNetwork
 from .inputs import input_shape, takes_ids
 from .onnx_check import IDS, INPUT, MASK, output_names, self_test
 
@@ -70,18 +70,14 @@ def export_onnx(
     """
     from ..optional_packages import require_packages
 
-    check_network(network)
-    network = network if size is None else network.at(size)
-    check_path(path)
+    network = to_export(network, path, size, floats=True)
     check_flags(inline=inline, int64=int64)
     batch = unboxed(batch)
     if isinstance(batch, bool) or not isinstance(batch, (int, str)):
         raise TypeError(f"batch must be 'dynamic' or an integer, got {type(batch).__name__}")
     if batch != "dynamic" and (isinstance(batch, str) or batch < 1):
         raise ValueError(f"batch must be 'dynamic' or an integer of at least 1, got {batch!r}")
-    threshold = external_data_threshold
-    if isinstance(threshold, bool) or not isinstance(threshold, int):
-        raise TypeError(f"external_data_threshold must be an integer, got {type(threshold).__name__}")
+    threshold = whole_number("external_data_threshold", external_data_threshold)
     if not 0 <= threshold <= EXTERNAL_DATA_THRESHOLD:
         raise ValueError(f"external_data_threshold must be from 0 to {EXTERNAL_DATA_THRESHOLD}, got {threshold}")
     check_attention(network, "ONNX")

@@ -115,8 +115,8 @@ class IntegerModel(_Integer):
                 f"pixel_values must be uint8, got {str(pixel_values.dtype).removeprefix('torch.')}: load the image processor "
                 "with do_rescale=False, do_normalize=False, since the network normalises"
             )
-        text = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
-        found, fields = self.network.run(self.network.prepared(pixel_values, **text)), {}
+        taken = self.network.prepared(pixel_values, input_ids, attention_mask, token_type_ids)
+        found, fields = self.network.run(taken), {}
         states = []
         for name, out in found.items():
             value = out.to(torch.float32) * self.network.scales[name]
@@ -193,7 +193,7 @@ class IntegerTowers(_Integer):
             raise ValueError(f"the integer networks do not know {', '.join(asked)}")
         if pixel_values is None:
             raise TypeError("pixel_values must be given, uint8 (batch, channels, height, width)")
-        ids = self.texts.prepared(None, input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids)
+        ids = self.texts.prepared(None, input_ids, attention_mask, token_type_ids)
         images, texts = embeddings(self.images, pixel_values), embeddings(self.texts, ids)
         logits = texts @ images.T * self.logit_scale.exp() + self.logit_bias
         made = IntegerSimilarity(logits.T, logits, texts, images)

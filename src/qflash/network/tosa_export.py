@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from ..scalars import unboxed
+from ..scalars import whole_number
 from ..validation import check_flags
-from .export_checks import check_attention, check_path
-from .graph import IntegerNetwork, check_integer
+from .export_checks import check_attention, to_export
+from .graph import IntegerNetwork
 from .inputs import input_shape, takes_ids
 from .onnx_check import IDS, INPUT, output_names
 
@@ -47,15 +47,9 @@ def export_tosa(
     """
     from ..optional_packages import require_packages
 
-    check_integer(network)
-    network = network if size is None else network.at(size)
-    check_path(path)
+    network = to_export(network, path, size)
     check_flags(int16=int16)
-    batch = unboxed(batch)
-    if isinstance(batch, bool) or not isinstance(batch, int):
-        raise TypeError(f"batch must be an integer, got {type(batch).__name__}")
-    if batch < 1:
-        raise ValueError(f"batch must be at least 1, got {batch}")
+    batch = whole_number("batch", batch, 1)
     check_attention(network, "TOSA")
     require_packages("export_tosa", "tosa_serializer")
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from .c_export import SOURCES, write_program
-from .export_checks import check_path
-from .graph import IntegerNetwork, check_integer
+from .export_checks import to_export
+from .graph import IntegerNetwork
 from .inputs import check_input, takes_ids
 
 _PAGE = ("qflash.js", "qflash.d.ts", "index.html")
@@ -51,9 +51,7 @@ def export_web(
         RuntimeError: Zig's compiler (``pip install ziglang``) or the C kernels are missing, or it fails.
         OSError: the folder cannot be written to.
     """
-    check_integer(network)
-    network = network if size is None else network.at(size)
-    check_path(folder)
+    network = to_export(network, folder, size)
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name must be a string, got {type(name).__name__}")
     if takes_ids(network.image) or network.image[0] not in (1, 3):

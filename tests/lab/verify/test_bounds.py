@@ -30,16 +30,16 @@ ONE = torch.ones(1, 1, 1, 1)
 
 @functools.cache
 def attention_bounds() -> dict[tuple[str, str], bounds.Quantity]:
-    return bounds.walk_attention().quantities
+    return bounds.bound_attention().quantities
 
 
 @functools.cache
 def network_bounds() -> dict[tuple[str, str], bounds.Quantity]:
-    return bounds.walk_network().quantities
+    return bounds.bound_network().quantities
 
 
 def test_everything_fits_its_type() -> None:
-    """The walk raises where it does not."""
+    """They raise where it does not."""
     assert len(attention_bounds()) > 50 and len(network_bounds()) > 25
     for one in (*attention_bounds().values(), *network_bounds().values()):
         low, high = bounds.WIDTHS[one.width]
@@ -124,7 +124,7 @@ def test_a_constant_that_is_too_large_is_noticed(
 ) -> None:
     monkeypatch.setattr(owner, name, int(getattr(owner, name) * factor))
     with pytest.raises((OverflowError, AssertionError), match=what):
-        bounds.walk_attention([1, 64, 512]) if owner is fp else bounds.walk_network()
+        bounds.bound_attention([1, 64, 512]) if owner is fp else bounds.bound_network()
 
 
 @pytest.mark.parametrize("step", [4099, 65537])
@@ -139,10 +139,10 @@ def test_newton_iterations_stay_in_their_ranges(step: int) -> None:
 
 
 def test_the_command_prints_every_quantity(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    walk = bounds.Walk()
-    walk.quantities = network_bounds()
-    monkeypatch.setattr(bounds, "walk_attention", bounds.Walk)
-    monkeypatch.setattr(bounds, "walk_network", lambda: walk)
+    note = bounds.Quantities()
+    note.quantities = network_bounds()
+    monkeypatch.setattr(bounds, "bound_attention", bounds.Quantities)
+    monkeypatch.setattr(bounds, "bound_network", lambda: note)
     monkeypatch.setattr("sys.argv", ["bounds", "--format", "json"])
     bounds.main()
     said = json.loads(capsys.readouterr().out)

@@ -14,43 +14,33 @@ import torch
 from ...backends import find_backend
 from ...specification.gated import GATE_BITS, PRODUCT_SHIFT, GatedIntegers
 from ...specification.layers import ACTIVATIONS, INT16, INT32, LIMITS, LinearIntegers
-from ...validation import check_backend, check_tensor
+from ...validation import check_tensor
 from .. import activations
-from ..execution import _check_linear
 from ..modules import DTYPES, Linear, OwnForms, require_lists, require_within
-
-_LIBRARY = torch.library.Library("qflash", "FRAGMENT")
-_LIBRARY.define(
-    "gated(Tensor x, int gate_multiplier, Tensor multiplier, Tensor offset, str activation, ScalarType out_dtype, "
-    "str backend) -> Tensor"
-)
-_LIBRARY.define(
-    "int8_linear_gated(Tensor x, Tensor weight, Tensor bias, Tensor multiplier, int left, int gate_multiplier, "
-    "Tensor product_multiplier, Tensor product_offset, str activation, ScalarType out_dtype, str backend) -> Tensor"
-)
+from ..operator_arguments import check_constants, check_linear, check_output, operator
 
 
 def _check(
     x: torch.Tensor, gate_multiplier: int, multiplier: torch.Tensor, offset: torch.Tensor, activation: str,
     out_dtype: torch.dtype, backend: str, prefix: str = "",
-) -> None:  # fmt: skip
-    if out_dtype not in LIMITS:
-        raise TypeError(f"out_dtype must be int8, int16 or int32, got {str(out_dtype).removeprefix('torch.')}")
-    check_backend(backend)
+) -> tuple[int, ...]:  # fmt: skip
+    """Return the output's shape."""
+    check_output(out_dtype, backend)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     check_tensor("x", x, (torch.int16,), 1)
     if x.shape[-1] % 2:
         raise ValueError(f"x must have gates and as many values as its last dimension, got shape {tuple(x.shape)}")
     require_within("gate_multiplier", gate_multiplier, 0, INT32[1])
-    for name, each in ((f"{prefix}multiplier", multiplier), (f"{prefix}offset", offset)):
-        check_tensor(name, each, (torch.int32,), 1)
-        if each.shape != (x.shape[-1] // 2,):
-            raise ValueError(f"{name} must have shape ({x.shape[-1] // 2},), got {tuple(each.shape)}")
-        if each.device != x.device:
-            raise ValueError(f"{name} is on {each.device}, the activations are on {x.device}; they must agree")
+    channels = x.shape[-1] // 2
+    check_constants(x, channels, **{f"{prefix}multiplier": multiplier, f"{prefix}offset": offset})
+    return *x.shape[:-1], channels
 
 
+@operator(
+    "gated(Tensor x, int gate_multiplier, Tensor multiplier, Tensor offset, str activation, ScalarType out_dtype, str backend)",
+    _check,
+)
 def gated(
     x: torch.Tensor, gate_multiplier: int, multiplier: torch.Tensor, offset: torch.Tensor, activation: str,
     out_dtype: torch.dtype, backend: str,
@@ -72,25 +62,24 @@ def gated(
         TypeError: a tensor or the output has another dtype.
         ValueError: a shape, a device, a number or a name does not fit, or the back end cannot run there.
     """
-    _check(x, gate_multiplier, multiplier, offset, activation, out_dtype, backend)
     return find_backend(backend, x.device).gated(x, gate_multiplier, multiplier, offset, activation, out_dtype)
 
 
-def _fake_gated(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    _check(x, *arguments)
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=arguments[4])
-
-
-def _check_both(x: torch.Tensor, weight: torch.Tensor, *arguments: Any) -> GatedIntegers:
+def _check_both(x: torch.Tensor, weight: torch.Tensor, *arguments: Any) -> tuple[int, ...]:
     bias, multiplier, left, gate_multiplier, product_multiplier, product_offset, activation, out_dtype, backend = arguments
-    _check_linear(x, weight, bias, multiplier, left, None, None, torch.int16, backend, (torch.int8,))
+    shape = check_linear(x, weight, bias, multiplier, left, None, None, torch.int16, backend, (torch.int8,))
     if weight.shape[0] % 2:
         raise ValueError(f"weight must make gates and as many values, got shape {tuple(weight.shape)}")
     made = torch.empty((0, weight.shape[0]), dtype=torch.int16, device=x.device)
     _check(made, gate_multiplier, product_multiplier, product_offset, activation, out_dtype, backend, "product_")
-    return GatedIntegers(gate_multiplier, product_multiplier, product_offset, activation)
+    return *shape[:-1], shape[-1] // 2
 
 
+@operator(
+    "int8_linear_gated(Tensor x, Tensor weight, Tensor bias, Tensor multiplier, int left, int gate_multiplier, "
+    "Tensor product_multiplier, Tensor product_offset, str activation, ScalarType out_dtype, str backend)",
+    _check_both,
+)
 def int8_linear_gated(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, multiplier: torch.Tensor, left: int, gate_multiplier: int,
     product_multiplier: torch.Tensor, product_offset: torch.Tensor, activation: str, out_dtype: torch.dtype, backend: str,
@@ -110,20 +99,8 @@ def int8_linear_gated(
         TypeError: a tensor or the output has another dtype.
         ValueError: a shape, a device, a number or a name does not fit, or the back end cannot run there.
     """
-    numbers = (gate_multiplier, product_multiplier, product_offset, activation)
-    product = _check_both(x, weight, bias, multiplier, left, *numbers, out_dtype, backend)
+    product = GatedIntegers(gate_multiplier, product_multiplier, product_offset, activation)
     return find_backend(backend, x.device).linear_gated(x, LinearIntegers(weight, bias, multiplier, left), product, out_dtype)
-
-
-def _fake_int8_linear_gated(x: torch.Tensor, weight: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    _check_both(x, weight, *arguments)
-    return x.new_empty((*x.shape[:-1], weight.shape[0] // 2), dtype=arguments[7])
-
-
-_LIBRARY.impl("gated", gated, "CompositeExplicitAutograd")
-torch.library.register_fake("qflash::gated", _fake_gated, lib=_LIBRARY)
-_LIBRARY.impl("int8_linear_gated", int8_linear_gated, "CompositeExplicitAutograd")
-torch.library.register_fake("qflash::int8_linear_gated", _fake_int8_linear_gated, lib=_LIBRARY)
 
 
 class Gated(OwnForms):

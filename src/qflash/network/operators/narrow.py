@@ -10,14 +10,8 @@ import torch
 from ...backends import find_backend
 from ...specification import layers as op
 from ...validation import check_tensor
-from ..execution import _check_constants, _check_gather, _check_number, _check_output, _check_tokens
 from ..modules import OwnForms, _require_sizes, require_lists, require_within
-
-_LIBRARY = torch.library.Library("qflash", "FRAGMENT")
-_LIBRARY.define(
-    "integer_narrow(Tensor h, Tensor multiplier, int left, Tensor offset, Tensor? gather, ScalarType out_dtype, str backend) "
-    "-> Tensor"
-)
+from ..operator_arguments import check_constants, check_gather, check_number, check_output, check_tokens, operator
 
 
 class Narrow(OwnForms):
@@ -92,17 +86,21 @@ def _check(
     out_dtype: torch.dtype, backend: str,
 ) -> tuple[int, ...]:  # fmt: skip
     """Return the output's shape."""
-    _check_output(out_dtype, backend)
+    check_output(out_dtype, backend)
     check_tensor("h", h, (torch.int16,), 1)
     shape = tuple(h.shape)
     if gather is not None:
-        _check_gather(gather, h)
+        check_gather(gather, h)
         shape = h.shape[0], gather.shape[0], gather.shape[1] * h.shape[2]
-    _check_constants(h, shape[-1], multiplier=multiplier, offset=offset)
-    _check_number("left", left, 0, 30)
+    check_constants(h, shape[-1], multiplier=multiplier, offset=offset)
+    check_number("left", left, 0, 30)
     return shape
 
 
+@operator(
+    "integer_narrow(Tensor h, Tensor multiplier, int left, Tensor offset, Tensor? gather, ScalarType out_dtype, str backend)",
+    _check,
+)
 def integer_narrow(
     h: torch.Tensor, multiplier: torch.Tensor, left: int, offset: torch.Tensor, gather: torch.Tensor | None,
     out_dtype: torch.dtype, backend: str,
@@ -125,15 +123,6 @@ def integer_narrow(
         TypeError: a tensor or the output has another dtype.
         ValueError: a shape, a device or a number does not fit, or the back end cannot run there.
     """
-    _check(h, multiplier, left, offset, gather, out_dtype, backend)
     if gather is not None:
-        _check_tokens("gather", gather, h.shape[1], once=False)
+        check_tokens("gather", gather, h.shape[1], once=False)
     return find_backend(backend, h.device).narrow(h, multiplier, left, offset, out_dtype, gather)
-
-
-def _fake(h: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    return h.new_empty(_check(h, *arguments), dtype=arguments[4])
-
-
-_LIBRARY.impl("integer_narrow", integer_narrow, "CompositeExplicitAutograd")
-torch.library.register_fake("qflash::integer_narrow", _fake, lib=_LIBRARY)

@@ -6,20 +6,12 @@ to a residual stream; without a residual it runs ``integer_layer_norm``.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ...backends import find_backend
 from ...specification import layers as op
-from ..execution import _check_layer_norm, _check_residual, _check_tokens
 from ..modules import LayerNorm
-
-_LIBRARY = torch.library.Library("qflash", "FRAGMENT")
-_LIBRARY.define(
-    "integer_norm(Tensor h, int epsilon, Tensor gain, Tensor offset, int shift, Tensor? gather, Tensor? residual, "
-    "bool centred, ScalarType out_dtype, str backend) -> Tensor"
-)
+from ..operator_arguments import check_layer_norm, check_residual, check_tokens, operator
 
 
 class RmsNorm(LayerNorm):
@@ -36,14 +28,18 @@ def _check(
     residual: torch.Tensor | None, centred: bool, out_dtype: torch.dtype, backend: str,
 ) -> tuple[int, ...]:  # fmt: skip
     """Return the output's shape."""
-    _check_layer_norm(h, epsilon, gain, offset, shift, gather, out_dtype, backend)
+    shape = check_layer_norm(h, epsilon, gain, offset, shift, gather, out_dtype, backend)
     if not centred and epsilon == op.MAX_EPSILON:
         raise ValueError(f"epsilon must be below {op.MAX_EPSILON} where the mean stays, got {epsilon}")
-    shape = tuple(h.shape) if gather is None else (h.shape[0], gather.shape[0], len(gain))
-    _check_residual(residual, shape, out_dtype, h)
+    check_residual(residual, shape, out_dtype, h)
     return shape
 
 
+@operator(
+    "integer_norm(Tensor h, int epsilon, Tensor gain, Tensor offset, int shift, Tensor? gather, Tensor? residual, "
+    "bool centred, ScalarType out_dtype, str backend)",
+    _check,
+)
 def integer_norm(
     h: torch.Tensor,
     epsilon: int,
@@ -71,17 +67,8 @@ def integer_norm(
         TypeError: a tensor or the output has another dtype.
         ValueError: a shape, a device or a number does not fit, or the back end cannot run there.
     """
-    _check(h, epsilon, gain, offset, shift, gather, residual, centred, out_dtype, backend)
     if gather is not None:
-        _check_tokens("gather", gather, h.shape[1], once=False)
+        check_tokens("gather", gather, h.shape[1], once=False)
     return find_backend(backend, h.device).layer_norm(
         h, epsilon, gain, offset, shift, out_dtype, gather, centred=centred, residual=residual
     )
-
-
-def _fake(h: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    return h.new_empty(_check(h, *arguments), dtype=arguments[7])
-
-
-_LIBRARY.impl("integer_norm", integer_norm, "CompositeExplicitAutograd")
-torch.library.register_fake("qflash::integer_norm", _fake, lib=_LIBRARY)

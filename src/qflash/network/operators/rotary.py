@@ -9,21 +9,18 @@ import numpy as np
 import torch
 
 from ...backends import find_backend
-from ...specification.layers import INT8, INT16, INT32, LIMITS
+from ...specification.layers import INT8, INT16, INT32
 from ...specification.rotary import MOST_OFFSET, ONE, unpack_turns
-from ...validation import check_backend, check_tensor
+from ...validation import check_tensor
 from ..modules import OwnForms, require_lists, require_within
-
-_LIBRARY = torch.library.Library("qflash", "FRAGMENT")
-_LIBRARY.define("rotary(Tensor x, Tensor turns, Tensor offset, Tensor multiplier, ScalarType out_dtype, str backend) -> Tensor")
+from ..operator_arguments import check_constants, check_device, check_output, operator
 
 
 def _check(
     x: torch.Tensor, turns: torch.Tensor, offset: torch.Tensor, multiplier: torch.Tensor, out_dtype: torch.dtype, backend: str
-) -> None:
-    if out_dtype not in LIMITS:
-        raise TypeError(f"out_dtype must be int8, int16 or int32, got {str(out_dtype).removeprefix('torch.')}")
-    check_backend(backend)
+) -> tuple[int, ...]:
+    """Return the output's shape."""
+    check_output(out_dtype, backend)
     check_tensor("x", x, (torch.int16,), 3)
     check_tensor("turns", turns, (torch.int32,), 3)
     if x.dim() != 3 or turns.dim() != 3 or not turns.shape[0] or not turns.shape[2] or x.shape[1] != turns.shape[1]:
@@ -36,15 +33,12 @@ def _check(
             f"x must have whole heads of {2 * turns.shape[2]} channels, and a multiple of the {turns.shape[0]} heads of turns, "
             f"got shape {tuple(x.shape)}"
         )
-    for name, each in (("offset", offset), ("multiplier", multiplier)):
-        check_tensor(name, each, (torch.int32,), 1)
-        if each.shape != x.shape[2:]:
-            raise ValueError(f"{name} must have shape ({x.shape[2]},), got {tuple(each.shape)}")
-    for name, each in (("turns", turns), ("offset", offset), ("multiplier", multiplier)):
-        if each.device != x.device:
-            raise ValueError(f"{name} is on {each.device}, the activations are on {x.device}; they must agree")
+    check_device("turns", turns, x)
+    check_constants(x, x.shape[2], offset=offset, multiplier=multiplier)
+    return tuple(x.shape)
 
 
+@operator("rotary(Tensor x, Tensor turns, Tensor offset, Tensor multiplier, ScalarType out_dtype, str backend)", _check)
 def rotary(
     x: torch.Tensor, turns: torch.Tensor, offset: torch.Tensor, multiplier: torch.Tensor, out_dtype: torch.dtype, backend: str
 ) -> torch.Tensor:
@@ -64,17 +58,7 @@ def rotary(
         TypeError: a tensor has another dtype.
         ValueError: a shape or a device does not fit, or the back end cannot run there.
     """
-    _check(x, turns, offset, multiplier, out_dtype, backend)
     return find_backend(backend, x.device).rotary(x, turns, offset, multiplier, out_dtype)
-
-
-def _fake_rotary(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    _check(x, *arguments)
-    return x.new_empty(x.shape, dtype=arguments[3])
-
-
-_LIBRARY.impl("rotary", rotary, "CompositeExplicitAutograd")
-torch.library.register_fake("qflash::rotary", _fake_rotary, lib=_LIBRARY)
 
 
 def by_token(table: torch.Tensor) -> torch.Tensor:

@@ -9,11 +9,8 @@ import torch
 
 from ...backends import find_backend
 from ...validation import check_backend, check_tensor
-from ..execution import _check_device, _check_tokens
 from ..modules import OwnForms, _require_flags, _require_sizes
-
-_LIBRARY = torch.library.Library("qflash", "FRAGMENT")
-_LIBRARY.define("token_embedding(Tensor ids, Tensor table, Tensor? position, str backend) -> Tensor")
+from ..operator_arguments import check_device, check_tokens, operator
 
 
 class TokenEmbedding(OwnForms):
@@ -110,17 +107,18 @@ def _check(ids: torch.Tensor, table: torch.Tensor, position: torch.Tensor | None
         raise ValueError(
             f"ids must be (batch, tokens) and table (vocabulary, channels), got {tuple(ids.shape)} and {tuple(table.shape)}"
         )
-    _check_device("table", table, ids)
+    check_device("table", table, ids)
     if position is not None:
         check_tensor("position", position, (torch.int16,), 2)
         if position.shape != (ids.shape[1], table.shape[1]):
             raise ValueError(
                 f"position must have shape {(ids.shape[1], table.shape[1])}, a row for each token, got {tuple(position.shape)}"
             )
-        _check_device("position", position, ids)
+        check_device("position", position, ids)
     return *ids.shape, table.shape[1]
 
 
+@operator("token_embedding(Tensor ids, Tensor table, Tensor? position, str backend)", _check, torch.int16)
 def token_embedding(ids: torch.Tensor, table: torch.Tensor, position: torch.Tensor | None, backend: str) -> torch.Tensor:
     """Return ``sat16(table[ids] + position)``; see :class:`TokenEmbedding`.
 
@@ -137,14 +135,5 @@ def token_embedding(ids: torch.Tensor, table: torch.Tensor, position: torch.Tens
         TypeError: a tensor has another dtype.
         ValueError: a shape, a device or an id does not fit, or the back end cannot run there.
     """
-    _check(ids, table, position, backend)
-    _check_tokens("ids", ids, table.shape[0], once=False)
+    check_tokens("ids", ids, table.shape[0], once=False)
     return find_backend(backend, ids.device).embed_tokens(ids, table, position)
-
-
-def _fake(ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    return ids.new_empty(_check(ids, *arguments), dtype=torch.int16)
-
-
-_LIBRARY.impl("token_embedding", token_embedding, "CompositeExplicitAutograd")
-torch.library.register_fake("qflash::token_embedding", _fake, lib=_LIBRARY)

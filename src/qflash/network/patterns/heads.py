@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from ..matrix import Affine
 from ..modules import LayerNorm, Linear
 from ..operators.rotary import Rotary
 from .builder import Builder, Ranges
-from .inputs import FloatNorm, norm_kind
+from .inputs import float_norm, norm_kind
 from .layers import fill_layer
 from .rotary import Positions, common_positions, positions_of
 from .rows import refusal
@@ -46,11 +47,11 @@ class Part:
         """Which of a normalisation's channels :attr:`columns` are."""
         return slice(None) if self.positions is None else self.positions.order
 
-    def float_norm(self) -> FloatNorm:
+    def float_norm(self) -> FloatTwin:
         """Return the normalisation, its channels in the order of :attr:`columns`."""
         assert self.norm is not None
-        found = FloatNorm.of(self.norm)
-        return FloatNorm(found.weight[self.order], found.bias[self.order], found.eps)
+        found: Any = float_norm(self.norm)
+        return FloatTwin(found.weight[self.order], found.bias[self.order], found.epsilon)
 
     def ends(self, ranges: Ranges) -> cv.Ends:
         """Return the ends of the ranges that attention takes, (heads, channels), or (1, channels) behind a normalisation."""
@@ -182,24 +183,24 @@ class HeadsApart(Heads):
         self.split = 2 * heads * width
         taken = [self.add_linear(f"{prefix}.qk", "int16", source, slice(self.split))]
         self.both = taken[0]
-        self.norms: list[tuple[str, LayerNorm, FloatNorm]] = []
+        self.norms: list[tuple[str, LayerNorm, FloatTwin]] = []
         for number, (letter, part) in enumerate(zip("qk", self.parts, strict=False)):
             if part.norm is None:
                 continue
             # a norm that is spelled out has the attention's name
             own = part.norm.name if part.norm.name != user.name else ""
             dtype = "int8" if self.positions is None else "int16"
-            norm, float_norm = norm_kind(part.norm)(width, dtype, part=(number * heads * width, heads)), part.float_norm()
-            name = self.net.add(own or f"{prefix}.{letter}_norm", norm, self.both, twin=float_norm.twin())
-            self.norms.append((name, norm, float_norm))
+            norm, twin = norm_kind(part.norm)(width, dtype, part=(number * heads * width, heads)), part.float_norm()
+            name = self.net.add(own or f"{prefix}.{letter}_norm", norm, self.both, twin=twin)
+            self.norms.append((name, norm, twin))
         taken = [name for name, *_ in self.norms] or taken
         self.rotary: list[Rotary] = []
         if self.positions is not None:
             cos, sin = self.positions.cos, self.positions.sin
             self.rotary = [Rotary(self.split // len(taken), cos.shape) for _ in taken]
-            twin = FloatTwin(cos=cos, sin=sin)
+            angles = FloatTwin(cos=cos, sin=sin)
             taken = [
-                self.net.add(f"{prefix}.rotary", each, name, twin=twin) for each, name in zip(self.rotary, taken, strict=True)
+                self.net.add(f"{prefix}.rotary", each, name, twin=angles) for each, name in zip(self.rotary, taken, strict=True)
             ]
         self.names = [*taken, self.add_linear(f"{prefix}.v", "int8", source, slice(self.split, None))]
 
@@ -218,8 +219,8 @@ class HeadsApart(Heads):
         if self.norms:
             units = [cv.unit_of(ranges[part.norm.seen[0]]) for part in parts if part.norm is not None]
             unit = cv.each(units, self.split // 2)
-            for (name, norm, float_norm), own, step, middle in zip(self.norms, units, steps, before, strict=True):
-                cv.finish_norm(norm, float_norm, own, step[0], middle[0])
+            for (name, norm, twin), own, step, middle in zip(self.norms, units, steps, before, strict=True):
+                cv.finish_norm(norm, twin, own, step[0], middle[0])
                 made[name] = Grid(step[0], middle[0])
         self.fill_linear(self.both, slice(self.split), grid, mean, unit)
         if self.positions is None:

@@ -25,26 +25,13 @@ Taken = tuple[str, Callable[[Ranges], tuple[Grid, torch.Tensor]]]
 """A node, and what fills it in and returns where its output lies, and the mean of that."""
 
 
-@dataclasses.dataclass(eq=False)
-class FloatNorm:
-    """Weight, bias and epsilon of a normalisation, with what is multiplied and added behind it."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor
-    eps: float
-
-    @classmethod
-    def of(cls, norm: Operation, factor: torch.Tensor | None = None, term: torch.Tensor | None = None) -> FloatNorm:
-        """Return those of an operation, with what is multiplied and added behind it."""
-        weight = torch.ones(norm.channels, dtype=torch.float64, device="cpu") if norm.weight is None else norm.weight
-        bias = torch.zeros(norm.channels, dtype=torch.float64, device="cpu") if norm.bias is None else norm.bias
-        if factor is not None:
-            weight, bias = weight * factor, bias * factor
-        return cls(weight, bias if term is None else bias + term, norm.epsilon)
-
-    def twin(self) -> FloatTwin:
-        """Return what its node stands for in floating point."""
-        return FloatTwin(self.weight, self.bias, self.eps)
+def float_norm(norm: Operation, factor: torch.Tensor | None = None, term: torch.Tensor | None = None) -> FloatTwin:
+    """Return weight, bias and epsilon of a normalisation, with what is multiplied and added behind it."""
+    weight = torch.ones(norm.channels, dtype=torch.float64, device="cpu") if norm.weight is None else norm.weight
+    bias = torch.zeros(norm.channels, dtype=torch.float64, device="cpu") if norm.bias is None else norm.bias
+    if factor is not None:
+        weight, bias = weight * factor, bias * factor
+    return FloatTwin(weight, bias if term is None else bias + term, norm.epsilon)
 
 
 @dataclasses.dataclass(eq=False)
@@ -54,18 +41,18 @@ class Norm:
     Attributes:
         node: its name.
         module: of it.
-        float_norm: what it stands for.
+        twin: what it stands for in floating point.
         group: of its input.
     """
 
     node: str
     module: LayerNorm
-    float_norm: FloatNorm
+    twin: FloatTwin
     group: Group
 
     def fill(self, step: torch.Tensor | float) -> None:
         """Fill it in, with outputs ``step * q``."""
-        cv.finish_norm(self.module, self.float_norm, self.group.unit, step)
+        cv.finish_norm(self.module, self.twin, self.group.unit, step)
 
 
 def norm_kind(norm: Operation) -> type[LayerNorm]:
@@ -109,11 +96,9 @@ def add_norm(
     # rows of the normalisation, each made of rows of the stream
     before = dataclasses.replace(before, table=before.table[rows.table[:, 0]])
     module = norm_module(operation, dtype, gather_of(stream, before), single and not stream.is_flat)
-    name = net.add((operation.name or "norm") + suffix, module, stream.node, *residual)
-    term = rows.term_of_all(user, "position embeddings are added behind a normalisation")
-    float_norm = FloatNorm.of(operation, rows.factor, term)
-    net.twins[name] = float_norm.twin()
-    return Norm(name, module, float_norm, stream.group)
+    twin = float_norm(operation, rows.factor, rows.term_of_all(user, "position embeddings are added behind a normalisation"))
+    name = net.add((operation.name or "norm") + suffix, module, stream.node, *residual, twin=twin)
+    return Norm(name, module, twin, stream.group)
 
 
 def take(
@@ -149,7 +134,7 @@ def take(
         def fill_norm(ranges: Ranges) -> tuple[Grid, torch.Tensor]:
             inputs = ranges[seen] if room == 1.0 else ranges[seen].widened(room)
             grid = net.grids[norm.node] = cv.convert_norm_linear(
-                norm.module, norm.float_norm, norm.group.unit, matrix.make(), inputs, spread
+                norm.module, norm.twin, norm.group.unit, matrix.make(), inputs, spread
             )
             return ranges[seen].on(grid), ranges[seen].mean
 

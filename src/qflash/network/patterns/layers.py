@@ -17,9 +17,9 @@ from ..modules import Linear
 from ..operators import WITH_ACTIVATION
 from ..operators.gated import Gated
 from .builder import Builder, Ranges
-from .inputs import FloatNorm, Taken, add_norm, norm_module, take, take_joined
+from .inputs import Taken, add_norm, float_norm, norm_module, take, take_joined
 from .rows import are_same, refusal, rows_of
-from .streams import constant_stream, residual_of, stream_of
+from .streams import constant_stream, gather_of, residual_of, stream_of
 
 
 def fill_layer(module: Linear, layer: Affine, *arguments: torch.Tensor | Grid | float) -> None:
@@ -200,13 +200,13 @@ def lower_norm(net: Builder, operation: Operation) -> None:
     if not kinds & {"norm", "add"} and not any(_takes_stream(net, *user) for user in net.users[operation]):
         return
     stream, rows = stream_of(net, operation.inputs[0], operation.seen[0], operation)
-    module = norm_module(operation, "int16", None if rows.is_whole else rows.table)
-    group, term, float_norm = net.group(), _term_behind(net, operation), FloatNorm.of(operation)
+    module = norm_module(operation, "int16", gather_of(stream, rows))
+    group, term, twin = net.group(), _term_behind(net, operation), float_norm(operation)
     residual = [] if term is None else [constant_stream(net, operation, term, group)]
-    name = net.add(operation.name or "norm", module, stream.node, *residual, twin=float_norm.twin())
+    name = net.add(operation.name or "norm", module, stream.node, *residual, twin=twin)
     view = whole(operation)
     net.begin(operation, name, group, view if term is None else view.plus(term[None])).term = term
-    net.fills(lambda ranges: cv.finish_norm(module, float_norm, stream.group.unit, group.unit))
+    net.fills(lambda ranges: cv.finish_norm(module, twin, stream.group.unit, group.unit))
 
 
 def _takes_stream(net: Builder, user: Operation, place: int) -> bool:

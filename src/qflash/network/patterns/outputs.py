@@ -107,7 +107,7 @@ def _mean_of_norm(
         inputs = None if seen is None else ranges[seen]
         weight = None if matrix is None else matrix.make()
         grid, scale, net.grids[norm.node] = cv.fill_norm_mean(
-            norm.module, module, norm.float_norm, ranges[source.node], inputs, norm.group.unit, weight
+            norm.module, module, norm.twin, ranges[source.node], inputs, norm.group.unit, weight
         )
         if grid is None:
             net.scales[node] = scale

@@ -72,13 +72,13 @@ def positions_of(view: View, user: Operation, like: Positions | None = None) -> 
     )
     cos, sin = cos, torch.where(known, sin, 0.0)
     if not torch.equal(cos, cos[:1].expand_as(cos)) or not torch.equal(sin, sin[:1].expand_as(sin)):
-        raise _refusal(user, "images are turned by different angles")
+        raise _refusal(user, "images are rotated by different angles")
     first, second = _pairs(place % channels, partner % channels, known, user, like)
     cos, sin = cos[0], sin[0]
     if not torch.allclose(cos[..., first], cos[..., second], rtol=0, atol=_ALIKE) or not torch.allclose(
         sin[..., first], -sin[..., second], rtol=0, atol=_ALIKE
     ):
-        raise _refusal(user, "the two channels of a pair are not turned by one angle")
+        raise _refusal(user, "the two channels of a pair are not rotated by one angle")
     cos, sin = cos[..., first], sin[..., second]
     if max(float(cos.abs().max()), float(sin.abs().max())) > 1 + _ALIKE:
         raise _refusal(user, "it makes channels larger")
@@ -112,7 +112,7 @@ def common_positions(user: Operation, parts: Sequence[Positions | None]) -> Posi
     query, key = first
     # queries can be those of the first tokens alone
     if query is None or key is None or not query.begins(key):
-        raise _refusal(user, "query and key are turned by different angles")
+        raise _refusal(user, "query and key are rotated by different angles")
     return key
 
 
@@ -143,7 +143,7 @@ def _pairs(
         first, second = like.order.chunk(2)
         mate[alone] = torch.cat((second, first))[like.order.argsort()][alone]
     elif len(alone) % 2:
-        raise _refusal(user, f"{len(alone)} channels of a head are not turned, which is an odd number")
+        raise _refusal(user, f"{len(alone)} channels of a head are not rotated, which is an odd number")
     else:
         half = len(alone) // 2
         mate[alone[:half]], mate[alone[half:]] = alone[half:], alone[:half]

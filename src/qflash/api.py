@@ -437,11 +437,11 @@ def int8_attention(
         recipe: its exponential, probabilities, normalisation and output; granularities come with the tensors.
 
     Returns:
-        a :class:`QuantizedTensor` of shape ``(..., heads, queries, value_dim)``, or a tensor of ``out_dtype``; heads and
-        queries lie in memory in query's order. The result's offset is ``value.offset``, repeated for query's heads, and its
-        scale is ``output_scale`` itself if that is a tensor, ``value.scale`` itself if it is None (writing to the result's
-        scale in place then changes these), otherwise a new tensor. A row with no key has values of zero, which stand for
-        the offset, if there is one. int8 has no NaN: where a scale is NaN, only a float output shows it.
+        ``(..., heads, queries, value_dim)``, a ``QuantizedTensor`` or a tensor of ``out_dtype``; heads and queries lie in
+        memory in query's order. The result's offset is ``value.offset``, repeated for query's heads. Its scale is the very
+        tensor that ``output_scale`` is, or ``value.scale`` if that is None, so writing to it in place changes those; of a
+        number a new tensor is made. A row without a key has the value zero, which stands for the offset where there is
+        one. int8 has no NaN: where a scale is NaN, only a float output shows it.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind; the message names it.

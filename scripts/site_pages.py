@@ -91,7 +91,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Turn links into those of the site."""
+    """Turn links into those of the site; notes of the archive are not searched, which would hide the pages behind them."""
+    if page.file.src_uri.startswith(("archive/", "files/")):
+        page.meta["search"] = {"exclude": True}
     return with_links(markdown, repository_path(page.file.src_uri))[0]
 
 

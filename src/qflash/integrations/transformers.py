@@ -201,7 +201,8 @@ def register_attention(name: str = "integer", recipe: Recipe | str | None = None
         raise TypeError(f"name must be a string, got {type(name).__name__}")
     if not name or name in _OTHERS or any(part in name for part in ("flash", "|", "/")):
         raise ValueError(
-            f'name must be without "flash", "|" and "/" and none of {_OTHERS}: they are transformers\' own; got {name!r}'
+            f'name must not contain "flash", "|" or "/", nor be one of {_OTHERS}, which mean something else in transformers; '
+            f"got {name!r}"
         )
     choices = resolve_recipe(recipe)
     check_backend(backend)

@@ -1,11 +1,11 @@
-"""Time features of many images with Ray Data and a service with Ray Serve; inject faults; evaluate with two processes.
+"""Time features of many images with Ray Data and torchrun, and a service with Ray Serve; evaluate with two processes.
 
     python benchmarks/scale.py [--part features] [--model deit_tiny_patch16_224] [--workers 2] [--name scale_cpu]
 
-runs the examples ``features_ray_data.py``, ``serve_ray.py`` and ``serve_ray_load.py``, and ``qflash-lab evaluate`` under
-torchrun, with a network of random weights, whose speed is that of trained ones, on JPEG crops of scikit-learn's photos. It
-writes results/NAME.json beside this script, keeping the parts that were not run, for docs/how_to/scale.md. Needs the extra
-``ray``, timm and qflash-lab; no network.
+runs the examples ``features_ray_data.py``, ``features_torchrun.py``, ``serve_ray.py`` and ``serve_ray_load.py``, and
+``qflash-lab evaluate`` under torchrun, with a network of random weights, whose speed is that of trained ones, on JPEG crops of
+scikit-learn's photos. It writes results/NAME.json beside this script, keeping the parts that were not run, for
+docs/how_to/scale.md. Needs timm and qflash-lab, and for the parts ``features`` and ``serve`` the extra ``ray``; no network.
 """
 
 from __future__ import annotations
@@ -32,13 +32,21 @@ from qflash_lab.bench import records
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parent / "examples"
-PARTS = ("features", "serve", "torchrun")
+PARTS = ("features", "loader", "serve", "torchrun")
+ON_RAY = {"features", "serve"}
 BOUND_MS = 500.0
 """Of the 99th percentile of latency, under which requests a second count."""
 LADDER = 1.3
 """Between a rate of requests and the next one that is tried."""
 SUBSET = 200
 """Images that both evaluations judge."""
+DISTINCT = 1000
+"""JPEG files with a content of their own; further ones are links to them."""
+
+
+def torchrun(processes: int) -> list[Any]:
+    """Return the words that have several processes run what follows."""
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes] if processes > 1 else []
 
 
 def python(*words: Any, processes: int = 1, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -76,6 +84,25 @@ def measure_features(network: Path, photos: Path, folder: Path, given: argparse.
         given.batch, "--report", report, processes=given.workers,
     )  # fmt: skip
     return dict(json.loads(report.read_text()))
+
+
+def measure_loader(network: Path, photos: Path, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """Return images a second of ``features_torchrun.py``, from the first process's start to the last one's end."""
+    reports = folder / "loader"
+    command = [EXAMPLES / "features_torchrun.py", network, photos, folder / "parts", "--batch", given.batch]
+    python(
+        *torchrun(given.workers), *command, "--loaders", given.loaders, "--report", reports, processes=given.workers,
+    )  # fmt: skip
+    found = [json.loads(path.read_text()) for path in sorted(reports.glob("*.json"))]
+    images = sum(each["images"] for each in found)
+    seconds = max(each["end"] for each in found) - min(each["start"] for each in found)
+    decode, busy = (sum(each[stage] for each in found) for stage in ("decode", "network"))
+    return {
+        "images": images, "processes": len(found), "device": found[0]["device"], "batch": given.batch,
+        "loaders": given.loaders, "seconds": round(seconds, 2), "images_per_second": round(images / seconds, 1),
+        "decode_percent": round(100 * decode / (decode + busy), 1),
+        "network_percent": round(100 * busy / (seconds * len(found)), 1),
+    }  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -148,9 +175,8 @@ def measure_torchrun(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     results: dict[int, tuple[Any, float, Any]] = {}
     for count in (1, given.workers):
         output = folder / f"evaluate-{count}"
-        before = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count] if count > 1 else []
         start = time.perf_counter()
-        python(*before, *command, "--output", output, processes=count)
+        python(*torchrun(count), *command, "--output", output, processes=count)
         record = json.loads((output / "evaluate.json").read_text())
         results[count] = record["models"], round(time.perf_counter() - start, 1), record["conditions"]
     one, several = results[1], results[given.workers]
@@ -168,9 +194,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", action="append", choices=PARTS, help="repeatable; all if left out")
     parser.add_argument("--model", default="deit_tiny_patch16_224", help="of timm")
-    parser.add_argument("--photos", type=int, default=1000, help="JPEG files")
+    parser.add_argument("--photos", type=int, default=1000, help=f"JPEG files, {DISTINCT} different ones at most")
     parser.add_argument("--workers", type=int, default=2, help="workers, replicas and processes")
     parser.add_argument("--batch", type=int, default=16, help="images a call, of features")
+    parser.add_argument("--loaders", type=int, default=1, help="processes that decode for each of torchrun's")
     parser.add_argument("--serve-batch", type=int, default=8, help="images a call, of the service")
     parser.add_argument("--deadline", type=float, default=1.0, help="seconds, of the service")
     parser.add_argument("--rate", type=float, default=20.0, help="requests a second that are tried first")
@@ -194,14 +221,20 @@ def main() -> None:
             "gpus": torch.cuda.device_count(),
             "cores": os.cpu_count(),
         }
-        if set(parts) & {"features", "serve"}:
-            write_crops(photos, given.photos, sample_photos())
+        if set(parts) != {"torchrun"}:
+            names = write_crops(photos, min(given.photos, DISTINCT), sample_photos())
+            for place in range(len(names), given.photos):
+                (photos / f"{place:06}.jpg").hardlink_to(photos / names[place % len(names)])
             size = sum(each.stat().st_size for each in photos.iterdir())
             conditions |= make_network(given.model, photos, network)
-            conditions |= {"ray": metadata.version("ray"), "photo_kilobytes": round(size / given.photos / 1000, 1)}
+            conditions |= {"photo_kilobytes": round(size / given.photos / 1000, 1), "distinct_photos": len(names)}
+        if set(parts) & ON_RAY:
+            conditions |= {"ray": metadata.version("ray")}
         for part in parts:
             if part == "features":
                 found = measure_features(network, photos, folder, given)
+            elif part == "loader":
+                found = measure_loader(network, photos, folder, given)
             elif part == "serve":
                 found = measure_serve(network, photos, folder, given)
             else:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.functional import avg_pool2d, interpolate
 
 import qflash
+from qflash_lab.bench import records
 from qflash_lab.evaluation import real_data, small_models
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -180,15 +181,23 @@ network = qflash.quantize_model(model, calibration, **options)
 in_integers = torch.cat([network(batch) for batch in test.pixels.split(50)])
 
 unit = "patches" if test.labels.dim() == 2 else "pixels"
+in_each = {
+    "float features, float head": in_floats,
+    "integer features, float head": float_head,
+    "integer features, integer head": in_integers,
+}
+exact = predictions(in_floats, test.labels)
 rows = []
-for name, logits in (
-    ("float features, float head", in_floats),
-    ("integer features, float head", float_head),
-    ("integer features, integer head", in_integers),
-):
-    scores = Scores.of(predictions(logits, test.labels), test.labels, CLASSES)
-    rows.append({"method": name, "right_percent": 100 * scores.right, "mean_iou_percent": 100 * scores.mean_iou})
-    print(f"{name}: {100 * scores.right:.1f} % of {unit} right, mean IoU {100 * scores.mean_iou:.1f} %")
+for name, logits in in_each.items():
+    predicted = predictions(logits, test.labels)
+    scores, same = Scores.of(predicted, test.labels, CLASSES), float((predicted == exact).double().mean())
+    row = {"right_percent": 100 * scores.right, "mean_iou_percent": 100 * scores.mean_iou, "same_percent": 100 * same}
+    rows.append({"method": name, **row})
+    print(
+        f"{name}: {100 * scores.right:.1f} % of {unit} right, mean IoU {100 * scores.mean_iou:.1f} %, "
+        f"{100 * same:.1f} % as in floating point"
+    )
 if given.report is not None:
     about = {"backbone": given.backbone, "train": given.train, "test": given.test, "judged_by": unit, "rows": rows}
+    about["environment"] = records.environment(torch.device("cpu"))
     given.report.write_text(json.dumps(about, indent=1) + "\n")

@@ -91,7 +91,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Turn links into those of the site."""
+    """Turn links into those of the site; notes of the archive are not searched, which would hide the pages behind them."""
+    if page.file.src_uri.startswith(("archive/", "files/")):
+        page.meta["search"] = {"exclude": True}
     return with_links(markdown, repository_path(page.file.src_uri))[0]
 
 
@@ -106,6 +108,13 @@ def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
     if page.file.src_uri.startswith("reference/"):
         content = _DOCUMENT.sub(r'<a href="../\1.html">\1</a>', content)
     return _ROLE.sub(reference, content)
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Let pages of a server ask no other server: only the search of pages opened as files needs a script of one."""
+    written = r"""document.write('<scr' + 'ipt src="\1"></scr' + 'ipt>')"""
+    as_file = f'<script>if (location.protocol === "file:") {written}</script>'
+    return re.sub(r'<script src="(https://unpkg\.com/[^"]+)"></script>', as_file, output)
 
 
 class _Anchors(html.parser.HTMLParser):

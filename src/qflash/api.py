@@ -187,10 +187,10 @@ def varlen_attention(
             the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1] - 1``. It begins with 0, ends with the number of
             queries, and never decreases, which is checked only on a CPU. Sequences may be empty.
         cu_seqlens_k: the same of keys, of as many sequences.
-        max_seqlen_q: no sequence has more queries; checked on a CPU alone. On a GPU outputs past it are not written. An
-            integer of NumPy or a tensor of one integer is taken, too. To read a tensor on a GPU waits for it: keep it on the
-            CPU, or pass an int. ``torch.compile`` takes no tensor here.
-        max_seqlen_k: no sequence has more keys; checked on a CPU alone. On a GPU the output of one that has more is NaN.
+        max_seqlen_q: upper bound of the queries of a sequence; checked only on a CPU. On a GPU outputs beyond it are not
+            written. It may also be an integer of NumPy or a tensor of one integer, but reading a tensor on a GPU waits for the
+            GPU, and ``torch.compile`` takes no tensor here.
+        max_seqlen_k: upper bound of the keys of a sequence; checked only on a CPU. On a GPU a longer sequence's output is NaN.
         is_causal: query i of a sequence sees its keys 0 to i, as in :func:`attention`. FlashAttention aligns the last query
             with the last key instead; the two differ where a sequence has not as many queries as keys.
         scale, enable_gqa, recipe, backend: see :func:`attention`.
@@ -437,11 +437,11 @@ def int8_attention(
         recipe: its exponential, probabilities, normalisation and output; granularities come with the tensors.
 
     Returns:
-        a :class:`QuantizedTensor` of shape ``(..., heads, queries, value_dim)``, or a tensor of ``out_dtype``; heads and
-        queries lie in memory in query's order. The result's offset is ``value.offset``, repeated for query's heads, and its
-        scale is ``output_scale`` itself if that is a tensor, ``value.scale`` itself if it is None (writing to the result's
-        scale in place then changes these), otherwise a new tensor. A row with no key has values of zero, which stand for
-        the offset, if there is one. int8 has no NaN: where a scale is NaN, only a float output shows it.
+        ``(..., heads, queries, value_dim)``, a ``QuantizedTensor`` or a tensor of ``out_dtype``; heads and queries lie in
+        memory in query's order. The result's offset is ``value.offset``, repeated for query's heads. Its scale is the very
+        tensor that ``output_scale`` is, or ``value.scale`` if that is None, so writing to it in place changes those; of a
+        number a new tensor is made. A row without a key has the value zero, which stands for the offset where there is
+        one. int8 has no NaN: where a scale is NaN, only a float output shows it.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind; the message names it.
@@ -535,15 +535,15 @@ def quantize_bias(bias: torch.Tensor) -> torch.Tensor:
     Args:
         bias: float16, bfloat16 or float32, any shape.
 
-    Only differences within a row (the last dimension: keys) count in a softmax. So a row whose largest number is more than
-    1024 nats from 0 is taken relative to that number. From 2**64 on it outweighs every score, and the keys that have it
-    share the row evenly, as in ``scaled_dot_product_attention``: a row of ``torch.finfo(dtype).min``.
+    A softmax sees only differences within a row (the last dimension: keys). So if the largest number of a row is more than 1024
+    nats from 0, it is subtracted from the row. If it is ``2**64`` or more from 0, as in a row of ``torch.finfo(dtype).min``, it
+    outweighs every score: the keys that have it share the row evenly, as in ``scaled_dot_product_attention``.
 
     Returns:
         int32 of the same shape in 1/65536 octaves, ``round(bias * log2(e) * 2**16)``, clamped at 4096 octaves (2839 nats),
-        where a weight is 0. Marks are -2**30 for minus infinity, a key that takes no part; 2**30 for NaN and plus infinity,
-        a row that is NaN; and 2**30 - 1 for the keys that share a row evenly. Other numbers beyond the clamp are not valid;
-        what they give is undefined.
+        where a weight is 0. Three larger numbers are marks: ``-2**30`` (from minus infinity) hides a key, ``2**30`` (from NaN
+        and plus infinity) makes the row NaN, ``2**30 - 1`` is for the keys that share a row evenly. No other number beyond the
+        clamp is valid; its result is undefined.
 
     Raises:
         TypeError: ``bias`` is not a float tensor.

@@ -29,10 +29,13 @@ MOVED = (
 
 
 class Format(str, enum.Enum):
-    """How a command prints what it found."""
+    """How a command prints what it found.
 
-    TABLE = "table"
-    JSON = "json"
+    Members are called as their values: Typer before 0.16 refuses a default with another name where Click is 8.2 or newer.
+    """
+
+    table = "table"
+    json = "json"
 
 
 FormatOption = Annotated[Format, typer.Option("--format", help="table for reading, json for programs.")]
@@ -56,11 +59,11 @@ def _main(
 
 
 @app.command()
-def info(output_format: FormatOption = Format.TABLE) -> None:
+def info(output_format: FormatOption = Format.table) -> None:
     """Show versions, devices, what runs where and why something is not available."""
     from .info import collect_info, print_info
 
-    if output_format is Format.JSON:
+    if output_format is Format.json:
         typer.echo(json.dumps(collect_info(), indent=2))
     else:
         print_info()
@@ -95,9 +98,9 @@ def check_onnx(
 class VectorFormat(str, enum.Enum):
     """What files of vectors hold."""
 
-    HEX = "hex"
-    NPY = "npy"
-    C = "c"
+    hex = "hex"
+    npy = "npy"
+    c = "c"
 
 
 @app.command()
@@ -121,7 +124,7 @@ def vectors(
     try:
         from .network.vectors import write_vectors
 
-        formats = [each.value for each in output_format or [VectorFormat.HEX]]
+        formats = [each.value for each in output_format or [VectorFormat.hex]]
         written = write_vectors(source, output, cases=case or (), images=images, trace=trace, formats=formats)
     except (ImportError, ValueError, OSError) as error:
         typer.echo(f"qflash vectors: {error}", err=True)
@@ -166,11 +169,11 @@ def _console(output_format: Format) -> Any:
     """Return where tables go: nowhere if JSON is wanted."""
     from rich.console import Console
 
-    return Console(quiet=output_format is Format.JSON)
+    return Console(quiet=output_format is Format.json)
 
 
 def _print_json(output_format: Format, report: Any) -> None:
-    if output_format is Format.JSON:
+    if output_format is Format.json:
         typer.echo(json.dumps(report, indent=2))
 
 
@@ -192,7 +195,7 @@ def convert(
     keep_float: Annotated[list[str] | None, typer.Option(help="A submodule that stays in floating point; repeatable.")] = None,
     random_weights: RandomOption = False,
     device: DeviceOption = "auto",
-    output_format: FormatOption = Format.TABLE,
+    output_format: FormatOption = Format.table,
 ) -> None:
     """Quantise a float model on images, write it to a file, and compare both."""
     with _errors("convert"):
@@ -204,7 +207,7 @@ def convert(
         sizes = size or []
         # further sizes are resampled from the model's own
         found = load_float(model, sizes[0] if len(sizes) == 1 else None, random_weights, device)
-        options: dict[str, Any] = {"recipe": recipe, "keep_float": keep_float or [], "progress": output_format is Format.TABLE}
+        options: dict[str, Any] = {"recipe": recipe, "keep_float": keep_float or [], "progress": output_format is Format.table}
         if len(sizes) > 1:
             options["sizes"] = [parse_size(each) for each in sizes]
         counts = calibrate, compare
@@ -212,7 +215,7 @@ def convert(
             found, images, output, exports, outputs=outputs, counts=counts, options=options, console=_console(output_format)
         )
         _print_json(output_format, {**report, "random_weights": random_weights})
-        if random_weights and output_format is Format.TABLE:
+        if random_weights and output_format is Format.table:
             typer.echo("random weights: this shows that conversion works, not how close a trained model is")
 
 
@@ -222,7 +225,7 @@ def coverage(
     size: SizeOption = None,
     outputs: OutputsOption = None,
     random_weights: RandomOption = False,
-    output_format: FormatOption = Format.TABLE,
+    output_format: FormatOption = Format.table,
 ) -> None:
     """Say what of a model becomes integers, and why the rest does not; no images are needed.
 
@@ -251,7 +254,7 @@ def predict(
     top: Annotated[int, typer.Option(min=1, help="Classes of each image.")] = 5,
     size: NetworkSizeOption = None,
     device: DeviceOption = "auto",
-    output_format: FormatOption = Format.TABLE,
+    output_format: FormatOption = Format.table,
 ) -> None:
     """Print the likeliest classes of images by an integer network, or write its outputs."""
     with _errors("predict"):
@@ -271,7 +274,7 @@ def time(
     rounds: Annotated[int, typer.Option(min=1, help="Calls that are timed.")] = 20,
     size: NetworkSizeOption = None,
     device: DeviceOption = "auto",
-    output_format: FormatOption = Format.TABLE,
+    output_format: FormatOption = Format.table,
 ) -> None:
     """Time an integer network: median and range of calls, images a second; CUDA graphs on a GPU."""
     with _errors("time"):

@@ -74,7 +74,7 @@ def explain(
             of these shapes and strides, at aligned addresses. None: say what happens where the tensors are.
 
     Returns:
-        an :class:`Explanation`, to be printed.
+        an ``Explanation``, to be printed.
 
     Raises:
         TypeError, ValueError: as :func:`attention`, or ``architecture`` is not the name of one.

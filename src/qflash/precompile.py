@@ -172,9 +172,10 @@ def compile_in_processes(
 def warmup(model: Callable[..., Any], *examples: Any, processes: int | None = None, progress: bool = True) -> int:
     """Compile all kernels that a model needs for some inputs, several at a time, so that no later call waits for them.
 
-    On a Hopper GPU rows of more than 288 keys have a kernel for each length where a process has seen no more than four, or
-    was told of them here. Further lengths are slower; their bits are the same. Triton keeps compiled kernels on disk, and this
-    function the lengths (``lengths.json`` in the cache folder), so that later processes take both up without compiling.
+    On a Hopper GPU rows of more than 288 keys have a kernel for each length. A process compiles at most four of these as they
+    come, and all those that were warmed up; further lengths run a slower kernel with the same bits. Triton keeps compiled
+    kernels on disk, and this function keeps the lengths (``lengths.json`` in the cache folder), so later processes use both
+    without compiling.
 
     Args:
         model: a module or function that calls this package, for instance after :func:`qflash.patch`. It is called twice an

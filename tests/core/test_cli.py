@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import re
 import subprocess
 import sys
+import types
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import qflash.cli
+import qflash_lab.cli
 from helpers import HELP_OF_ALL, imported_by, run_command
 from qflash.cli import MOVED, app
 from qflash_lab.verify import compile
@@ -111,3 +115,14 @@ def test_info_cuts_nothing_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch)
     assert "…" not in result.output
     assert "CPU with TRITON_INTERPRET=1" in result.output
     assert "(TRITON_INTERPRET=1)" in result.output or "triton: available" in result.output
+
+
+@pytest.mark.parametrize("module", [qflash.cli, qflash_lab.cli])
+def test_defaults_are_among_their_choices(module: types.ModuleType) -> None:
+    """As Click 8.2 compares them; Typer before 0.16 gives it the members of an enumeration as they are."""
+    click = pytest.importorskip("click", "8.2")
+    kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, enum.Enum)]
+    assert kinds
+    for kind in kinds:
+        choice = click.Choice([member.value for member in kind])
+        assert [choice.convert(member, None, None) for member in kind] == [member.value for member in kind]

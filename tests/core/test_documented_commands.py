@@ -62,6 +62,7 @@ RUN_BY = {
     "qflash-lab evaluate": "tests/lab/evaluation/test_top1.py::test_two_processes_give_the_same",
     "qflash-lab models": "tests/lab/bench/test_models.py::test_command",
     "qflash-lab verify": "tests/lab/verify/test_proof.py::test_attention_kernels_hold_no_float",
+    "torchrun examples/features_torchrun.py": "tests/scale/test_torchrun.py::test_a_killed_process_loses_no_image",
     "torchrun qflash-lab evaluate": "tests/lab/evaluation/test_top1.py::test_two_processes_give_the_same",
 }
 """Commands that another test runs small."""
@@ -112,8 +113,8 @@ NOT_RUN = {
 
 NO_COMMANDS = {"qflash golden vectors", "qflash int8", "qflash integer network", "qflash kept bias"}
 """What looks like a command between backticks: names of methods and formats."""
-OTHER_OPTIONS = {"--kernel-name-exclude", "--register-usage-level"}
-"""Options between backticks that are other programs': compute-sanitizer's, ptxas's."""
+OTHER_OPTIONS = {"--kernel-name-exclude", "--max-restarts", "--register-usage-level"}
+"""Options between backticks that are other programs': compute-sanitizer's, torchrun's, ptxas's."""
 
 APPS = {"qflash": cli.app, "qflash-lab": lab_cli.app}
 PROGRAM = re.compile(r"(?:[A-Z_]+=\S+ )*(?:qflash|qflash-lab|make|torchrun|pip|\.ci/run)(?: |$)|(?:[A-Z_]+=\S+ )*python3? ")
@@ -168,7 +169,9 @@ def name_of(words: tuple[str, ...]) -> str:
     """Return program and command, as the tables above name it."""
     program, rest = words[0], list(words[1:])
     if program == "torchrun":
-        return f"torchrun qflash-lab {rest[rest.index('qflash_lab') + 1]}"
+        if "qflash_lab" in rest:
+            return f"torchrun qflash-lab {rest[rest.index('qflash_lab') + 1]}"
+        return f"torchrun {next(word for word in rest if word.endswith('.py'))}"
     if program.startswith("python"):
         module = rest[:1] == ["-m"]
         return f"python -m {rest[1]}" if module else f"python {rest[0]}" if rest else "python"
@@ -207,6 +210,8 @@ def lacks_package(words: tuple[str, ...]) -> bool:
 
 def script_of(words: tuple[str, ...]) -> list[str] | None:
     """Return what tests/script_options.py takes: a script or a module, and its arguments."""
+    if words[0] == "torchrun" and "qflash_lab" not in words:
+        return list(words[[word.endswith(".py") for word in words].index(True) :])
     if not words[0].startswith("python") or words[1:3] == ("-m", "pytest") or lacks_package(words):
         return None
     return [word for given in words[1:] for word in (sorted(glob.glob(given, root_dir=ROOT)) if "*" in given else [given])]

@@ -83,6 +83,12 @@ def test_lines_are_short(document: pathlib.Path) -> None:
     assert not [line for line in lines if len(line) > 120 and not re.match(r" *\||!?\[|    ", line)]
 
 
+@each
+def test_no_line_of_a_paragraph_became_a_heading(document: pathlib.Path) -> None:
+    """As "#1" at the begin of a line does for some readers of Markdown."""
+    assert not re.findall(r"(?<=[^\n>]\n)#.*", prose(document.read_text(encoding="utf-8")))
+
+
 @pytest.mark.parametrize(("name", "most"), [("README.md", 150), ("docs/performance.md", 150)])
 def test_overviews_are_short(name: str, most: int) -> None:
     assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= most

@@ -51,3 +51,5 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     pages = "".join(path.read_text(encoding="utf-8") for path in tmp_path.glob("reference/*.html"))
     assert not [name for name in qflash.__all__ if f'id="qflash.{name}"' not in pages]
+    home = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert not re.findall(r'<(?:script|img|link)[^>]* (?:src|href)="http[^"]*"', home), "a page asks another server"

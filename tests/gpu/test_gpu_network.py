@@ -97,7 +97,7 @@ def test_a_captured_network(made: Any) -> None:  # noqa: F811
         images = draw(model, 3, seed=seed)
         results.append((run(images.cuda() if seed % 2 else images), network(images)))
     assert all(torch.equal(out.cpu(), want) for out, want in results)
-    with pytest.raises(ValueError, match="images must be 3, for which the graph was captured, got 2"):
+    with pytest.raises(ValueError, match="images must be a batch of 3, for which the graph was captured, got 2"):
         run(images[:2])
     with pytest.raises(TypeError, match="images must be uint8"):
         run(images.float())

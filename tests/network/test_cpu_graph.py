@@ -124,7 +124,11 @@ def test_a_node_outside_of_the_kernels_is_named(made: Any) -> None:
 @pytest.mark.parametrize(
     ("images", "error", "words"),
     [
-        (torch.zeros(3, 3, 24, 24, dtype=torch.uint8), ValueError, "images must be 2, for which the graph was made, got 3"),
+        (
+            torch.zeros(3, 3, 24, 24, dtype=torch.uint8),
+            ValueError,
+            "images must be a batch of 2, for which the graph was made, got 3",
+        ),
         (torch.zeros(2, 3, 24, 24), TypeError, "images must be uint8 pixels, 0 to 255"),
     ],
 )

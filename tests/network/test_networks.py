@@ -301,7 +301,9 @@ def test_bad_arguments_are_named(made: Any) -> None:
     refused(ValueError, "eval mode", build("vit").train(), [images])
     refused(ValueError, "method must be one of", model, [images], method="best")
     refused(ValueError, "percentile must be above 50", model, [images], percentile=10)
-    refused(ValueError, r"std must be 3 numbers above 0, got \[1.0, 0.0, 1.0\]", model, [images], std=(1, 0, 1))
+    refused(
+        ValueError, r"std must be 3 numbers above 0, one for each of .* got \[1.0, 0.0, 1.0\]", model, [images], std=(1, 0, 1)
+    )
     refused(ValueError, "recipe must be a Recipe or one of", model, [images], recipe="best")
     del model.pretrained_cfg
     refused(ValueError, "mean must be given", model, [images])

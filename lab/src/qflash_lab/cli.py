@@ -27,10 +27,10 @@ app = typer.Typer(
 
 
 class Format(str, enum.Enum):
-    """How a command prints what it found."""
+    """How a command prints what it found. Members are called as their values, as in :mod:`qflash.cli`."""
 
-    TABLE = "table"
-    JSON = "json"
+    table = "table"
+    json = "json"
 
 
 FormatOption = Annotated[Format, typer.Option("--format", help="table for reading, json for programs.")]
@@ -101,7 +101,7 @@ def verify(
     dump: Annotated[
         pathlib.Path | None, typer.Option(file_okay=False, help="Folder for the PTX and SASS of every kernel.")
     ] = None,
-    output_format: FormatOption = Format.TABLE,
+    output_format: FormatOption = Format.table,
 ) -> None:
     """Prove that the int8-to-int8 attention kernels hold no float instruction. Needs no GPU.
 
@@ -128,7 +128,7 @@ def verify(
         _check_output(dump)
         reports = run_verify(case or (), target or (), dump=dump, workers=jobs, progress=True, sample=sample, seed=seed)
     failed = [report for report in reports if not report.passed]
-    if output_format is Format.JSON:
+    if output_format is Format.json:
         typer.echo(json.dumps([report.to_dict() for report in reports], indent=2))
     else:
         from .bench.console import table_console
@@ -410,11 +410,11 @@ def profile(
 
 
 class Precision(str, enum.Enum):
-    """The floating-point type of everything outside the attention method."""
+    """The floating-point type of everything outside the attention method. Members as in :class:`Format`."""
 
-    FLOAT32 = "float32"
-    FLOAT16 = "float16"
-    BFLOAT16 = "bfloat16"
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
 
 
 @app.command()
@@ -441,7 +441,7 @@ def evaluate(
     subset: Annotated[int | None, typer.Option(min=1, help="Only this many images, even over the classes.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the subset and of the bootstrap.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; a GPU if there is one.")] = None,
-    dtype: Annotated[Precision, typer.Option(help="Type of everything outside the attention.")] = Precision.FLOAT32,
+    dtype: Annotated[Precision, typer.Option(help="Type of everything outside the attention.")] = Precision.float32,
     output: Annotated[pathlib.Path, typer.Option(file_okay=False, help="Folder for the results.")] = pathlib.Path(
         "qflash-evaluate"
     ),
@@ -651,7 +651,7 @@ def tune(
     workload: WorkloadOption = None,
     shape: ShapeOption = None,
     batch: Annotated[list[int] | None, typer.Option(min=1, show_default="1, 8 and 64", help=_BATCH_HELP)] = None,
-    output_format: FormatOption = Format.TABLE,
+    output_format: FormatOption = Format.table,
 ) -> None:
     """Measure tiles on this GPU for the shapes you run and keep the fastest in the user's cache folder.
 
@@ -670,7 +670,7 @@ def tune(
         rows = run_tune(problems, where)
     from qflash.kernels.tuning_table import table_path
 
-    if output_format is Format.JSON:
+    if output_format is Format.json:
         typer.echo(json.dumps(rows, indent=1))
         return
     for row in rows:

@@ -456,7 +456,7 @@ def _different_cards(differ: Sequence[dict[str, Any]]) -> str:
         ]
         caption = f"{label}<br>{'<br>'.join(said)}"
         cards.append(f"<figure>{_picture(item['image'], label)}<figcaption>{caption}</figcaption></figure>")
-    return f'<div class="cards">{"".join(cards)}</div>'
+    return f'<div class="cards" style="--card: min(13rem, 44%)">{"".join(cards)}</div>'
 
 
 def _noise_cards(image: Sequence[Sequence[float]]) -> str:

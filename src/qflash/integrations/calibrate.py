@@ -219,10 +219,10 @@ def calibrate(
 ) -> ModelT:
     """Give the attention of a patched model static scales, in place, so that it computes no scale when it runs.
 
-    The model is run on the batches as it is patched, and the channels of each layer's query, key and value are watched. From
-    their ranges come the scales, and whatever else the recipe takes from the data: midranges of key and value, the balance
-    between the channels of query and key. A scale for each token cannot be static; where the recipe asks for it there is one
-    for each head. docs/models.md says what static scales cost and gain.
+    The patched model is run on the batches, and the ranges of the channels of each layer's query, key and value are recorded.
+    They give the scales and what else the recipe takes from the data: midranges of key and value, the balance between the
+    channels of query and key. A scale for each token cannot be static: such a recipe gets one for each head. docs/models.md
+    says what static scales cost and gain.
 
     Scales are buffers of the patched modules, so that ``state_dict``, ``torch.save`` and safetensors hold them. Another model,
     patched with the same recipe, takes them by ``load_state_dict``; weights without scales are refused by a model that has
@@ -230,13 +230,13 @@ def calibrate(
     :func:`qflash.unpatch` remove them. What lies beyond the calibrated ranges saturates, and NaN and infinity in the data do
     not show in the output.
 
-    Layers that keep dynamic scales are named in one warning with the reason, and by :func:`qflash.coverage`: what attends by
-    :func:`qflash.register_attention`, what attends more than once in a forward, what has no dimension for heads, what no batch
-    reached. Calls inside :class:`qflash.sdpa` belong to no layer and stay dynamic as well.
+    One warning, and :func:`qflash.coverage`, name the layers that keep dynamic scales, with the reason: attention by
+    :func:`qflash.register_attention`, several calls of attention in one forward, tensors without a dimension for heads, or no
+    batch that reached the layer. Calls inside :class:`qflash.sdpa` belong to no layer and stay dynamic as well.
 
-    What counts is what the calling thread runs. Other threads may use the model meanwhile, or calibrate it as well, one batch
-    after the other. How the data are divided into batches changes no scale, but for what it changes in the model's own
-    activations.
+    Only what the calling thread runs is observed. Other threads may use the model at the same time; if they calibrate it as
+    well, batches run one after the other. The division of the data into batches changes scales only as far as it changes the
+    model's activations.
 
     Args:
         model: patched with :func:`qflash.patch`, in eval mode. Calibrate before a CUDA graph is captured.

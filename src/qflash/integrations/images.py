@@ -61,7 +61,7 @@ def check_size(size: int | Sequence[int] | None) -> tuple[int, int] | None:
 
 
 def image_transform(source: Any, size: int | Sequence[int] | None = None) -> ImageTransform:
-    """Return what makes uint8 tensors of PIL images, as a model's own preparation does but for the normalisation.
+    """Return a function from a PIL image to a uint8 tensor: a model's own preprocessing without the normalisation.
 
     Args:
         source: a model of timm, its ``pretrained_cfg``, or an image processor of transformers (``AutoImageProcessor``, what

@@ -279,9 +279,9 @@ def _layer(name: str, module: Any) -> Layer:
 def coverage(model: nn.Module) -> Coverage:
     """List the attention of a model: which layers run in integers and by which route, and why the others do not.
 
-    The model is not run. What a patched module met in calls made so far counts: a layer with a call that did not qualify
-    stays in floating point, with that call's reason. What is not patched is told by its code: of a class that attends in an
-    unusual way nothing may be known.
+    The model is not run. A patched module is judged by its calls so far: after one that could not run in integers it is listed
+    as floating point, with that call's reason. A module that is not patched is judged by its code, so an unusual form of
+    attention may be missed.
 
     Args:
         model: any module.

@@ -242,15 +242,15 @@ def patch(
 ) -> ModelT:
     """Make the attention of ``model`` compute with :func:`qflash.attention`, in place.
 
-    Every module that attends is found, whatever library it is of: by an adapter (timm's ``Attention`` and the
-    ``WindowAttention`` of Swin and Swin V2), or by its calls of ``scaled_dot_product_attention``, or of a softmax between
-    two products, which are answered while its own ``forward`` runs. :func:`qflash.coverage` lists them.
+    Attention is found in modules of any library. timm's ``Attention`` and the ``WindowAttention`` of Swin and Swin V2 get
+    another ``forward``. All other modules keep theirs: while it runs, its calls of ``scaled_dot_product_attention``, or of a
+    softmax between two products, are computed in integers. :func:`qflash.coverage` lists them.
 
-    Parameters, buffers, hooks and state_dict keys stay as they are. Patching again replaces all
-    that is said here, and drops the static scales of :func:`qflash.calibrate`. The patched model is for inference: attention
-    dropout raises, and backward() is not implemented. Attention that is known to stay in floating point is named in a warning,
-    with the reason; what turns out not to qualify when it is called is named in a warning then. Hooks on the dropout and
-    softmax of an adapter's attention, which are not called any more, are named as well.
+    Parameters, buffers, hooks and state_dict keys stay as they are. Patching again replaces all arguments and drops the static
+    scales of :func:`qflash.calibrate`. The patched model is for inference: attention dropout raises, and backward() is not
+    implemented. A warning names attention that stays in floating point, with the reason: here where that is known already,
+    otherwise in the call that shows it. It also names hooks on dropout and softmax inside timm's attention, which are no longer
+    called.
 
     Args:
         model: any module that holds attention, or is one.
@@ -260,14 +260,14 @@ def patch(
             ``attention(query, key, value, attn_mask=mask, scale=scale)``: float tensors (batch, heads, tokens,
             head_dim), a bool or additive mask broadcastable to (batch, heads, queries, keys) or None, and the factor
             of the scores. It returns (batch, heads, queries, head_dim). Excludes ``recipe`` and ``backend``.
-        keep_bias: for weights that stay as they are: work the bias of a layer of timm's Swin or Swin V2 out, and add the
-            mask of shifted windows to it, in the first calls only instead of in every one. It needs memory for the sum,
-            (windows, heads, tokens, tokens) a layer. Weights that are loaded or changed later are noticed, but not by a
-            CUDA graph captured before, nor if they are written to through ``.data`` or in inference mode: then patch again.
-            ``torch.compile`` takes what is kept by then, so call the model twice before; its code notices changed weights
-            once the model has been called without it. Without effect where the bias needs a gradient.
-        strict: raise instead of leaving any attention in floating point: here for what is known to stay, before anything
-            changes, and a RuntimeError in the call for what turns out not to qualify.
+        keep_bias: compute the bias of timm's Swin and Swin V2, plus the mask of shifted windows, in a layer's first calls and
+            keep the sum, (windows, heads, tokens, tokens) a layer, in place of computing it in every call. Changed weights are
+            noticed, except by a CUDA graph captured before, and except if they are written to through ``.data`` or in inference
+            mode: then patch again. ``torch.compile`` takes the sums that exist when it compiles, so call the model twice
+            before; after weights change call the model once without the compiled code. No effect where the bias needs a
+            gradient.
+        strict: raise an error in place of the warning: here, before anything changes, or a RuntimeError in the call that shows
+            that attention stays in floating point.
 
     Returns:
         ``model`` itself.

@@ -372,12 +372,11 @@ class sdpa(AttentionReport, TorchFunctionMode, contextlib.ContextDecorator):  # 
 
     A call that :func:`qflash.attention` does not take goes to PyTorch's function and is counted with its reason. So does one
     that needs a gradient. ``nn.MultiheadAttention`` and ``nn.TransformerEncoder`` are reached as well; attention weights
-    (``need_weights=True``) are a reason to stay in floating point. Of contexts inside one another the inner one decides alone.
+    (``need_weights=True``) are a reason to stay in floating point. Where contexts are nested only the inner one acts.
 
-    A context is for the thread that enters it, and in a thread with several tasks of asyncio for the task and those that it
-    starts inside. :meth:`enable` is for the whole process, all threads; where a context is on, it decides and not the process's
-    choice, except in code that ``torch.compile`` traces. Generators have nothing of their own: a context that one enters is on
-    for its caller, too, from a yield until it is left.
+    A context acts in the thread that enters it; with asyncio in the task that enters it and in tasks started inside.
+    :meth:`enable` acts in all threads of the process. Where both apply the context decides, except in code that
+    ``torch.compile`` traces. A context that a generator enters also acts in its caller, from a yield until the context is left.
 
     The context is its own :class:`report <AttentionReport>`: ``integer``, ``fallbacks``, ``str()``. Entered again it counts on.
 

@@ -179,9 +179,9 @@ def register_attention(name: str = "integer", recipe: Recipe | str | None = None
     Such a model is for inference: attention dropout raises, and backward() is not implemented. Registering a name again
     replaces recipe and back end, for models that have it, too.
 
-    Some models do not look the name up, wholly or in part, and transformers does not say so. From now on a model that is made
-    with such a name, or told it, warns of attention that stays in floating point (:func:`qflash.coverage`), which
-    :func:`qflash.patch` may take, and is refused with a ValueError where it could not be made.
+    Some models ignore the name in all or some of their layers, and transformers does not say so. Once a name is registered, a
+    model that is made with it, or switched to it, warns of attention that stays in floating point (:func:`qflash.coverage`;
+    :func:`qflash.patch` may take it). A model that could not be made with the name is refused with a ValueError.
 
     Args:
         name: what the implementation is to be called; several recipes need several names. Not with "flash" in it, which
@@ -201,7 +201,8 @@ def register_attention(name: str = "integer", recipe: Recipe | str | None = None
         raise TypeError(f"name must be a string, got {type(name).__name__}")
     if not name or name in _OTHERS or any(part in name for part in ("flash", "|", "/")):
         raise ValueError(
-            f'name must be without "flash", "|" and "/" and none of {_OTHERS}: they are transformers\' own; got {name!r}'
+            f'name must not contain "flash", "|" or "/", nor be one of {_OTHERS}, which mean something else in transformers; '
+            f"got {name!r}"
         )
     choices = resolve_recipe(recipe)
     check_backend(backend)

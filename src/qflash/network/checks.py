@@ -272,11 +272,12 @@ def judge(
             return quality
         with exact_floats():
             worst = _worst_parts(network, lowering, images[:_BATCH], normalised[:_BATCH], quality.sqnr_db)
-    said = f"the integer network has {quality.sqnr_db:.1f} dB beside the float model on {len(images)} calibration images{where}"
+    level = f"an SQNR of {quality.sqnr_db:.1f} dB against the float model"
+    said = f"the integer network has {level} on {len(images)} calibration images{where}"
     if min_sqnr is not None and not quality.sqnr_db >= min_sqnr:
         raise ValueError(
-            f"{said}, and min_sqnr={min_sqnr:g} asks for more (None accepts any). Most is lost in {worst}. keep_float leaves "
-            "parts in floating point"
+            f"{said}, less than min_sqnr={min_sqnr:g} (None accepts any). Most is lost in {worst}. keep_float leaves parts in "
+            "floating point"
         )
     warnings.warn(f"{said}; most is lost in {worst}", stacklevel=3)
     return quality
@@ -291,4 +292,4 @@ def _worst_parts(
     before = [float("inf"), *(db for _, db in rows)]
     grown = [10 ** (-db / 10) - 10 ** (-first / 10) for (_, db), first in zip(rows, before, strict=False)]
     order = sorted(range(len(rows)), key=grown.__getitem__, reverse=True)[:3]
-    return ", ".join(f"{rows[i][0]} ({rows[i][1]:.1f} dB behind it)" for i in order if grown[i] > 0)
+    return ", ".join(f"{rows[i][0]} ({rows[i][1]:.1f} dB after it)" for i in order if grown[i] > 0)

@@ -151,7 +151,7 @@ def compare(
 
     Args:
         network: as :func:`qflash.quantize_model` returned it; a network from a file lacks the units of its nodes.
-        model: the float model that it was made of.
+        model: the float model that it was made of; with another one the figures mean nothing.
         images: uint8 (batch, channels, height, width); or ids of tokens, or what a tokeniser returns.
         mean, std: as for :func:`qflash.quantize_model`.
         contributions: whether to compute branches in floating point, which runs the network once for each.
@@ -159,7 +159,7 @@ def compare(
 
     Raises:
         TypeError: ``network`` is not an integer network, or images are not uint8.
-        ValueError: the network was loaded from a file, is of another model, or images have another size.
+        ValueError: the network was loaded from a file, or images have another size.
     """
     from .quantize import Preparation, find_statistics
 

@@ -75,6 +75,6 @@ class CpuGraph:
         """
         check_input(images, self._image)
         if len(images) != self.batch:
-            raise ValueError(f"images must be {self.batch}, for which the graph was made, got {len(images)}")
+            raise ValueError(f"images must be a batch of {self.batch}, for which the graph was made, got {len(images)}")
         out = self._runner(images)
         return out if len(out) > 1 else next(iter(out.values()))

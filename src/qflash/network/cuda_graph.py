@@ -55,7 +55,7 @@ class NetworkGraph:
         images = self._network.prepared(images, **text)
         check_input(images, self._network.image)
         if len(images) != self.batch:
-            raise ValueError(f"images must be {self.batch}, for which the graph was captured, got {len(images)}")
+            raise ValueError(f"images must be a batch of {self.batch}, for which the graph was captured, got {len(images)}")
         self._images.copy_(images)
         self._graph.replay()
         out = self._output

@@ -81,7 +81,9 @@ def find_statistics(
             raise ValueError(f"{name} must be given: the model's pretrained_cfg has none")
         numbers = [float(x) for x in values]
         if len(numbers) != channels or not all(map(math.isfinite, numbers)) or (name == "std" and min(numbers) <= 0):
-            raise ValueError(f"{name} must be {channels} numbers{' above 0' * (name == 'std')}, got {numbers}")
+            of = "channel" if channels == 1 else f"{channels} channels"
+            positive = " above 0" * (name == "std")
+            raise ValueError(f"{name} must be {channels} numbers{positive}, one for each of the images' {of}, got {numbers}")
         if max(map(abs, numbers)) > 1:
             raise ValueError(f"{name} must be of pixels from 0 to 1, got {numbers}; of pixels from 0 to 255 divide it by 255")
         found.append(numbers)

@@ -31,7 +31,7 @@ LARGEST_SCALE = 129 * 2.0**114
 class QuantizedTensor:
     """An int8 tensor and the scale that gives it meaning, ``x ~ values * scale + offset`` (Equation 2).
 
-    As of tensors, ``a == b`` and ``a != b`` compare elements, of what the values stand for, and a hash tells objects apart.
+    ``a == b`` and ``a != b`` compare dequantised values element by element, as for tensors; the hash is the object's own.
     ``torch.load`` takes one by its safe default once qflash is imported.
 
     Attributes:

@@ -126,7 +126,9 @@ def test_values_must_be_in_the_named_file(tracer: Any) -> None:
             "reciprocal of a row sum",
             ["reliability/bounds.json", "newton['reciprocal']: tried, low, high"],
         ),
-        ("docs/integer_network.md", "as they are", ["rotated_streams.json: ", "at ["]),
+        ("docs/integer_network.md", "as they are", ["rotated_streams.json: form = nearest, not rotated"]),
+        ("docs/how_to/scale.md", "a replica is killed", ["scale_cpu.json: serve['killed']"]),
+        ("docs/performance/limits.md", "the product beside", ["overlap_h200.json: ", "at ["]),
         ("benchmarks/archive/experiments.md", "two programs", ["notebook"]),
     ],
 )

@@ -119,7 +119,7 @@ def test_values_must_be_in_the_named_file(tracer: Any) -> None:
             "| 4x32x1024x64 |",
             ["bench_1024_h200.json", "workload = 4x32x1024x64", "median_us, sqnr_db of qflash"],
         ),
-        ("README.md", "| energy, A2 batch 8", ["energy_h200.json"]),
+        ("README.md", "| energy (and above idle), A2 batch 8", ["energy_h200.json"]),
         ("docs/performance.md", "energy, A2 batch 8", ["energy_h200.json"]),
         (
             "docs/reliability.md",

@@ -364,7 +364,7 @@ def blocks() -> dict[str, list[str]]:
 
 def files() -> list[str]:
     """Return the result files behind the tables."""
-    return [path.name for path in (RESULTS, SPEED, BY_TURNS, PEERS, PROCESSOR)]
+    return [path.name for path in (RESULTS, SPEED, PEERS, PROCESSOR)]
 
 
 def fashion_pixels(images: torch.Tensor, side: int) -> torch.Tensor:

@@ -45,6 +45,8 @@ from qflash_lab.evaluation.statistics import paired, wilson_interval
 
 RESULTS = declared.RESULTS / "integer_networks.json"
 SPEED = RESULTS.with_name("networks_h200.json")
+BY_TURNS = RESULTS.with_name("models_energy_h200.json")
+"""Energy of methods in alternation, several readings each."""
 PEERS = RESULTS.with_name("models_integer_h200.json")
 PROCESSOR = RESULTS.with_name("models_integer_cpu.json")
 
@@ -271,6 +273,13 @@ MODEL_AND_BATCH = (
     names("Model", lambda line: shown(one(col.MODEL)(line))), names("Batch", one(col.BATCH)),
 )  # fmt: skip
 SPEED_OF = {method: Of(method, col.IMAGES_PER_S) for method in (col.COMPILE, col.INTEGER)}
+
+
+def spread(method: str) -> Callable[[Group], str]:
+    """Return what shows the least and the greatest reading of a method's energy."""
+    return lambda group: f"{group[method][col.MJ_MIN]:.2f} to {group[method][col.MJ_MAX]:.2f}"
+
+
 JOULES = Quotient(Of(col.INTEGER, col.MJ_PER_IMAGE), Of(col.COMPILE, col.MJ_PER_IMAGE))
 CPU_METHODS = {
     col.TIMM: "eager", col.COMPILE: "compiled", "onnxruntime float32": "onnxruntime float32",
@@ -295,6 +304,22 @@ TABLES = {
             Column("integer ÷ compiled", Quotient(SPEED_OF[col.INTEGER], SPEED_OF[col.COMPILE]), ".2f"),
             Column("energy ÷ compiled", JOULES, blank(".2f")),
             names("Commit", lambda group: commits()[one(col.MODEL)(group), one(col.BATCH)(group)]),
+        ),
+    ),
+    "integer:energy": Table(
+        lambda: models(BY_TURNS),
+        (
+            *MODEL_AND_BATCH,
+            *(
+                column
+                for method, title in ((col.COMPILE, "compiled"), (col.INTEGER, "integer"))
+                for column in (
+                    Column(f"{title}, mJ an image", Of(method, col.MJ_PER_IMAGE), ".2f"),
+                    Column("least to most", spread(method), str), Column("W", Of(method, col.WATTS), ".0f"),
+                )
+            ),
+            Column("integer ÷ compiled", JOULES, ".2f"),
+            Column("above idle", Quotient(Of(col.INTEGER, col.MJ_ABOVE_IDLE), Of(col.COMPILE, col.MJ_ABOVE_IDLE)), ".2f"),
         ),
     ),
     "integer:peers": Table(

@@ -108,16 +108,22 @@ HOPPER = (
     "1,16,1374,64", "8,16,1374,64", "8,16,1024,80", "8,16,1024,128", "4,16,4096,64", "4,16,4096,80", "1,24,4608,128",
     "1,16,16384,64", "1,16,16384,128",
 )  # fmt: skip
-PEER_RUNS = tuple(
-    Run(
-        f"peers_{dtype}",
-        tuple(workload.name for workload in WORKLOADS),
-        shapes=HOPPER,
-        methods=(*col.FP16, *col.PEERS, *col.OURS),
-        dtype=dtype,
-        peers=("all",),
-    )
-    for dtype in ("float16", "bfloat16")
+_FLOAT_PEERS, _FLOAT8 = (col.FA3, col.FA3_SPLIT, col.SAGE), (col.FA3_FLOAT8, col.CUDNN_FLOAT8)
+_BESIDE_PEERS = Run("peers", tuple(workload.name for workload in WORKLOADS), shapes=HOPPER)
+PEER_RUNS = (
+    *(
+        dataclasses.replace(
+            _BESIDE_PEERS,
+            name=f"peers_{dtype}",
+            methods=(*col.FP16, *_FLOAT_PEERS, col.FA3_FLOAT8, *col.OURS),
+            dtype=dtype,
+            peers=(*_FLOAT_PEERS, col.FA3_FLOAT8),
+        )
+        for dtype in ("float16", "bfloat16")
+    ),
+    dataclasses.replace(
+        _BESIDE_PEERS, name="peers_float8", methods=(*_FLOAT8, col.QFLASH_INT8), modes=("kernel",), peers=_FLOAT8
+    ),
 )
 """Beside packages that a machine may lack; measured where they are asked for."""
 

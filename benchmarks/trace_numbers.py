@@ -45,6 +45,7 @@ import prose
 import published_configurations
 import reliability_tables
 import reproduction_tables
+import single_records
 import static_attention
 import tosa_networks
 import worse_rows
@@ -59,8 +60,8 @@ NOTEBOOK = HERE / "archive" / "experiments.md"
 PAGES = (*pages.PAGES, NOTEBOOK)
 MAKERS = (
     accuracy, evaluate_models, export_times, integer_networks, ladder, openvino_networks, peers_real, performance_tables,
-    published_configurations, reliability_tables, reproduction_tables, static_attention, survey_models, survey_networks,
-    tosa_networks, worse_rows,
+    published_configurations, reliability_tables, reproduction_tables, single_records, static_attention, survey_models,
+    survey_networks, tosa_networks, worse_rows,
 )  # fmt: skip
 
 _NUMBER = re.compile(r"(?<![\w.^/\u00d7\u2013-])[-+\u2212]?\d+(?:\.\d+)?(?:e[-+]\d+)?(?![\w^\u00d7]|\.\d)")

@@ -40,15 +40,24 @@ def lost(groups: Sequence[Group], ours: dict[str, str], peers: dict[str, str], w
 
 
 OURS = {col.QFLASH: "from fp16", col.QFLASH_INT8: "on int8"}
+BRAIN = {col.QFLASH: "from bf16"}
 INT8 = {col.QFLASH_INT8: "on int8"}
 FP16 = {col.SDPA_FLASH: "FlashAttention-2", col.SDPA_CUDNN: "cuDNN", col.SDPA_EFFICIENT: "memory-efficient"}
+PACKAGES = FP16 | {col.FA3: "FlashAttention-3", col.FA3_SPLIT: "FlashAttention-3", col.SAGE: "SageAttention"}
+FLOAT8 = {col.FA3_FLOAT8: "FlashAttention-3 float8", col.CUDNN_FLOAT8: "cuDNN float8"}
 MIXED = {name: name.removesuffix(" kernel") for name in col.FLOAT_SOFTMAX}
 
 
 def attention() -> Iterator[Row]:
     """Yield calls of attention, the fastest peer alone where several are faster."""
-    for groups, suffix in ((speed.latencies(), ""), (speed.other_shapes(), ""), (speed.biased(), " with a bias")):
-        for ours, peers in ((OURS, FP16), (INT8, MIXED)):
+    half, brain = speed.beside_peers("float16"), speed.beside_peers("bfloat16")
+    pytorch = (OURS, FP16), (INT8, MIXED)
+    compared: tuple[tuple[Sequence[Group], str, Sequence[tuple[dict[str, str], dict[str, str]]]], ...] = (
+        (half, "", ((OURS, PACKAGES),)), (brain, "", ((BRAIN, PACKAGES),)), (speed.beside_float8(), "", ((INT8, FLOAT8),)),
+        (speed.latencies(), "", pytorch), (speed.other_shapes(), "", pytorch), (speed.biased(), " with a bias", pytorch),
+    )  # fmt: skip
+    for groups, suffix, pairs in compared:
+        for ours, peers in pairs:
             best: dict[str, Row] = {}
             for row in lost(groups, ours, peers, lambda group: speed.shape_of(group) + suffix):  # noqa: B023
                 if row["what"] not in best or row["ratio"] < best[row["what"]]["ratio"]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from helpers import load_benchmark
 from qflash_lab import demo
 from qflash_lab.bench import runner, tune
 from qflash_lab.bench.workloads import WORKLOADS
+from qflash_lab.cli import app
 
 pytestmark = pytest.mark.gpu
 
@@ -47,3 +52,17 @@ def test_the_demo_and_tuning_have_times() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     rule, best, rule_us, best_us = tune.tune_shape((1, 2, 197, 64), 197, fused=False, device=device)
     assert 0 < best_us <= rule_us and (best == rule) == (best_us == rule_us)
+
+
+def test_energy_of_whole_models_is_read_by_turns(tmp_path: Path) -> None:
+    pytest.importorskip("timm")
+    pytest.importorskip("pynvml")
+    words = "models --integer --model digits-vit --batch 2 --method timm --method integer --rounds 2 --energy 0.2 --readings 2"
+    done = CliRunner().invoke(app, [*words.split(), "--output", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    record = json.loads((tmp_path / "models_integer.json").read_text())
+    assert record["idle_watts"] > 0
+    for row in record["rows"]:
+        assert row["error"] is None and row["readings"] == 2
+        assert 0 < row["mj_per_image_min"] <= row["mj_per_image"] <= row["mj_per_image_max"]
+        assert row["mj_per_image_above_idle"] < row["mj_per_image"]

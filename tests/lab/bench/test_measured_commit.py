@@ -24,8 +24,8 @@ KERNELS = (
     "src/qflash/kernels/common", "src/qflash/kernels/gluon", "src/qflash/kernels/triton", "src/qflash/kernels/heuristics.py",
     "src/qflash/kernels/tiles.py", "src/qflash/network", "lab/src/qflash_lab/baselines/*.py",
 )  # fmt: skip
-OTHERS = ("authors_kernel", "overlap", "gpu_tests", "real", "accuracy")
-"""Beginnings of the names of results that are not of this library's kernels, or no times."""
+OTHERS = ("authors_kernel", "overlap", "gpu_tests", "real", "accuracy", "peers", "models_energy")
+"""Beginnings of the names of results that are not of this library's kernels, no times, or of a commit that tables name."""
 
 card_of = load_benchmark("measure").card_of
 
@@ -97,6 +97,13 @@ def test_every_result_of_a_card_names_a_commit_with_the_same_kernels(card: str) 
     if files_changed(named(), named()) is None:
         pytest.skip("this is no clone with its history")
     assert not differing(FOUND[card], named() if card == PAGES_CARD else None, files_changed)
+
+
+def test_runs_beside_other_packages_are_of_one_commit() -> None:
+    commits = {run["commit"] for name, runs in FOUND[PAGES_CARD] if name.startswith("peers_") for run in runs}
+    assert len(commits) == 1
+    page = (ROOT / "docs" / "performance" / "tables.md").read_text().replace("\n", " ")
+    assert page.count(f"Kernels of commit {commits.pop()}") == 2
 
 
 def write(folder: Path, name: str, device: str, commit: str | None) -> Path:

@@ -27,7 +27,8 @@ def test_page_has_the_figures_of_the_results(tables: Any) -> None:
 def test_aims_count_what_the_latency_table_shows(tables: Any) -> None:
     latency = next(section.table for section in tables.SECTIONS if section.title == "Latency from fp16")
     rows = [row for row in latency.markdown() if row.startswith(("| A1 ", "| A2 ", "| A3 "))]
-    ratios = [float(row.split("|")[6]) for row in rows]
+    place = latency.markdown()[0].split("|").index(" fastest ÷ ours ")
+    ratios = [float(row.split("|")[place]) for row in rows]
     aim = next(row for row in tables.AIMS.markdown() if "A1 to A3, fp16" in row)
     assert aim.endswith(
         f"| {min(ratios):.2f} to {max(ratios):.2f} | {sum(ratio >= 1.2 for ratio in ratios)} of {len(ratios)} |"
@@ -45,6 +46,21 @@ def test_ratios_are_against_the_fastest_16_bit_kernel(tables: Any) -> None:
     assert all(fastest(group) == group["sdpa efficient"]["median_us"] for group in tables.workloads(found, "4567"))
     some = tables.Group({"sdpa flash": {"median_us": 2.0}, "qflash": {"median_us": 1.0}, "sdpa cudnn": {"median_us": None}})
     assert fastest(some) == 2.0  # of those that were measured
+
+
+def test_flash_attention_3_and_sage_attention_count_as_16_bit_kernels(tables: Any) -> None:
+    line = next(line for line in tables.readme() if line.what.startswith("1024 to"))
+    for dtype, shown in (("float16", line.fp16), ("bfloat16", line.bf16)):
+        ratios = []
+        for group in tables.beside_peers(dtype):
+            times = {name: row["median_us"] for name, row in group.items() if row["median_us"]}
+            assert {"fa3", "sdpa flash", "sdpa cudnn", "qflash", "qflash int8"} <= set(times)
+            keys = int(group["qflash"]["shape"].split("x")[2])
+            if 1024 <= keys <= 1374:
+                others = ("fa3", "fa3 split", "sageattention", "sdpa flash", "sdpa cudnn", "sdpa efficient")
+                ratios.append(min(times[name] for name in others if name in times) / times["qflash"])
+        assert len(ratios) == 5
+        assert shown == f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
 def test_int8_and_fp16_never_share_a_column(tables: Any) -> None:
@@ -66,7 +82,7 @@ def test_figure_is_drawn_from_every_shape(tables: Any, tmp_path: Path, monkeypat
     monkeypatch.setattr(tables, "FIGURE", tmp_path / "speed.svg")
     tables.draw()
     drawn = (tmp_path / "speed.svg").read_text()
-    assert all(f">{tables.shape_of(group)}</text>" in drawn for group in tables.latencies())
+    assert all(f">{tables.shape_of(group)}</text>" in drawn for group in tables.beside_peers("float16"))
 
 
 def test_tuned_baselines_have_a_section_once_they_are_measured(

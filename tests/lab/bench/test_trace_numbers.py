@@ -119,14 +119,16 @@ def test_values_must_be_in_the_named_file(tracer: Any) -> None:
             "| 4x32x1024x64 |",
             ["bench_1024_h200.json", "workload = 4x32x1024x64", "median_us, sqnr_db of qflash"],
         ),
-        ("README.md", "| energy, A2 batch 8", ["energy_h200.json"]),
+        ("README.md", "| energy (and above idle), A2 batch 8", ["energy_h200.json"]),
         ("docs/performance.md", "energy, A2 batch 8", ["energy_h200.json"]),
         (
             "docs/reliability.md",
             "reciprocal of a row sum",
             ["reliability/bounds.json", "newton['reciprocal']: tried, low, high"],
         ),
-        ("docs/integer_network.md", "as they are", ["rotated_streams.json: ", "at ["]),
+        ("docs/integer_network.md", "as they are", ["rotated_streams.json: form = nearest, not rotated"]),
+        ("docs/how_to/scale.md", "a replica is killed", ["scale_cpu.json: serve['killed']"]),
+        ("docs/performance/limits.md", "the product beside", ["overlap_h200.json: ", "at ["]),
         ("benchmarks/archive/experiments.md", "two programs", ["notebook"]),
     ],
 )

@@ -24,19 +24,25 @@ def test_a_faster_peer_is_a_line(worse: Any) -> None:
 
 def test_every_loss_of_the_latency_files_is_listed(worse: Any) -> None:
     """Counted again from the rows, without the script's own functions."""
-    files = ("bench_h200", "bench_1024_h200", "bench_long_h200", "shapes_h200", "bench_bias_h200")
-    found: dict[Any, dict[str, float]] = {}
-    for file in files:
+    float8 = ("fa3 float8", "cudnn float8")
+    peers = ("sdpa flash", "sdpa cudnn", "sdpa efficient", "fa3", "fa3 split", "sageattention")
+    ours = ("qflash", "qflash int8")
+    files: dict[str, tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = {
+        "peers_float16_h200": ((ours, peers), (("qflash int8",), float8)), "peers_bfloat16_h200": ((("qflash",), peers),),
+    }  # fmt: skip
+    mixed = ("int-flash-full kernel", "int-flash-half kernel", "qattn kernel")
+    for name in ("bench", "bench_1024", "bench_long", "shapes", "bench_bias"):
+        files[f"{name}_h200"] = ((ours, peers[:3]), (("qflash int8",), mixed))
+    losses = 0
+    for file, pairs in files.items():
+        found: dict[Any, dict[str, float]] = {}
         for row in worse.declared.record(file)["rows"]:
             if row["mode"] != "eager" and row["median_us"] and bool(row["bias"]) is (file == "bench_bias_h200"):
-                place = (file == "shapes_h200", row["bias"], row["workload"], row["batch"], row["shape"])
-                found.setdefault(place, {})[row["method"]] = row["median_us"]
-    losses = 0
-    for times in found.values():
-        fp16 = min((times[name] for name in worse.FP16 if name in times), default=None)
-        mixed = min((times[name] for name in worse.MIXED if name in times), default=None)
-        losses += sum(fp16 is not None and name in times and fp16 < times[name] for name in worse.OURS)
-        losses += mixed is not None and col.QFLASH_INT8 in times and mixed < times[col.QFLASH_INT8]
+                found.setdefault((row["workload"], row["batch"], row["shape"]), {})[row["method"]] = row["median_us"]
+        for times in found.values():
+            for mine, others in pairs:
+                least = min((times[name] for name in others if name in times), default=None)
+                losses += sum(least is not None and name in times and least < times[name] for name in mine)
     listed = [row for row in worse.attention() if "eager" not in row["what"]]
     assert len(listed) == losses > 0
     assert all(row["ratio"] < 1 for row in (*listed, *worse.models(), *worse.earlier()))

@@ -511,3 +511,14 @@ def test_ratios_are_of_the_run_of_most_workloads(tmp_path: Path) -> None:
     assert main_run is not None and main_run["environment"] == record["environment"]
     row = result_files.row_of_method(found, "QFlash", workload="A2", batch=8)
     assert row is not None and row["median_us"] > 1
+
+
+def test_a_newer_run_of_other_methods_is_not_the_main_one(tmp_path: Path) -> None:
+    record = bench_record()
+    (tmp_path / "bench.json").write_text(json.dumps(record))
+    rows = [row | {"median_us": 1.0} for row in record["rows"] if row["method"] in ("qflash int8", "sdpa cudnn")]
+    newer = record | {"environment": GPU | {"date": "2027-01-02T03:04:05+00:00"}, "rows": rows}
+    (tmp_path / "peers.json").write_text(json.dumps(newer))
+    found, main_run = result_files.gpu_rows(result_files.read_results([tmp_path]), "bench")
+    assert main_run is not None and main_run["file"] == "bench.json"
+    assert found[: len(record["rows"])] == record["rows"]

@@ -192,21 +192,31 @@ def _prepare_cudnn_float8(inputs: Inputs) -> TimedCall:
         graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
         return graph, given
 
+    scale, limit = scalar(1.0), torch.finfo(FLOAT8).max
+
+    def fit(largest_output: torch.Tensor) -> None:
+        """Set the output's scale; float8 rounds by up to a sixteenth."""
+        scale.copy_(largest_output * (17 / 16 / limit))
+        output_scale.copy_(1 / scale)
+
+    def make(with_largest: bool) -> TimedCall:
+        graph, given = build(with_largest)
+        workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=device)
+
+        def call() -> Scaled:
+            cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
+            graph.execute(given, workspace, handle=handle)
+            return Scaled(out, scale)
+
+        # as for int8 kernels the output's scale is fitted: by a first call, whose values exceed V's by rounding alone
+        fit(value.abs().amax().float())
+        fit(call().dequantize().abs().amax())
+        return call
+
     try:  # without the largest value of P and of the output, which inference does not need
-        graph, given = build(False)
-    except Exception:
-        graph, given = build(True)
-    workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=device)
-
-    def call() -> Scaled:
-        cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
-        graph.execute(given, workspace, handle=handle)
-        return Scaled(out, 1 / output_scale)
-
-    # as for int8 kernels the output's scale is fitted: by a first call, whose values exceed the largest of V by rounding alone
-    for reach in (lambda: value.abs().amax().float(), lambda: call().dequantize().abs().amax()):
-        output_scale.copy_(torch.finfo(FLOAT8).max / (reach() * 17 / 16))  # float8 rounds by up to a sixteenth
-    return call
+        return make(False)
+    except Exception:  # the package has errors of its own
+        return make(True)
 
 
 PEERS = {

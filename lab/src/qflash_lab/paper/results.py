@@ -104,16 +104,18 @@ def accuracy_record(found: Found) -> Record | None:
 
 
 def _paper_cases(record: Record) -> int:
-    """Return how many of the paper's workloads and batches a result has."""
+    """Return how many of the paper's workloads, batches and methods a result has."""
     names = {workload.name for workload in WORKLOADS}
-    return len({(row["workload"], row.get("batch")) for row in record["rows"] if row.get("workload") in names})
+    methods = {name for names_of in paper_results.METHODS.values() for name in names_of}
+    cases = {(row["workload"], row.get("batch"), row["method"]) for row in record["rows"] if row.get("workload") in names}
+    return sum(method in methods for *_, method in cases)
 
 
 def gpu_rows(found: Found, kind: str) -> tuple[list[Record], Record | None]:
     """Return the rows of a kind's results on the GPU that was measured last, and the record of its main run.
 
-    That is the run of most of the paper's workloads and batches, the newest of several; what it lacks other runs of that GPU
-    fill. Ratios are so of one run where one has both methods. Other GPUs are left out.
+    That is the run of most of the paper's workloads, batches and methods, the newest of several; what it lacks other runs of
+    that GPU fill. Ratios are so of one run where one has both methods. Other GPUs are left out.
     """
     records = [record for record in found.get(kind, []) if on_gpu(record)]
     records = [record for record in records if device_of(record) == device_of(records[0])]

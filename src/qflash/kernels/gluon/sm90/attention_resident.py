@@ -47,28 +47,23 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ...common.dependent_launch import wait_for_kernels
 from ...common.fixed_point import split_scale, twice_mean, usable_scale
 from ...common.quantize_ops import amplitude_to_scale, nan_max
-from ...common.tile_ops import MASKED
 from ..ptx_ops import (
-    barrier,
     keep_apart,
-    least_if_needed,
     output_factors,
     raised_if_needed,
-    row_exponents,
     row_factors,
     wait_for_copies,
 )
-from ..row_ops import beside_rows, both_rows, own_twice, row_largest, row_sum
+from ..releases import barrier
+from ..row_ops import row_sum
 from .layouts import (
     channel_spans,
     depth,
     eight_layout,
-    in_memory,
     is_crowded,
     output_layout,
     part_layout,
     product_layout,
-    quarter_layout,
     row_starts,
     row_widths,
     score_layout,
@@ -91,15 +86,17 @@ from .query_block import (
     row_amplitude,
     row_inverses,
     start_scores,
-    store_span,
     stored_beside_outputs,
     stored_columns,
     sums_of_four,
     to_fragment_order,
     unpack_queries,
 )
+from .rows import finished_outputs, query_factors, row_maximum, row_numbers, store_outputs
 from .stage_kv import all_quads, copy_keys, load_quads, quantize_keys, quantize_values, sums_aside, sums_beside
+from .stores import first_channels, first_keys, known_keys, tile_at
 from .tail_queries import last_queries, last_rows, load_last
+from .two_pass import attend_twice
 
 # of -127, modulo 2**32: a product with it divides multiples of -127 exactly
 INVERSE_OF_127 = gl.constexpr(pow(-127, -1, 1 << 32))
@@ -116,99 +113,8 @@ def _all_scores(q, k_smem, WIDTHS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl
     """Start the products of a block of queries with all tiles of keys: a tuple of accumulators under way."""
     scores = ()
     for t in gl.static_range(len(WIDTHS)):
-        scores = scores + (start_scores(q, k_smem[t], WIDTHS[t], WARPS, ACROSS),)
+        scores = scores + (start_scores(q, first_keys(k_smem[t], WIDTHS[t]), WARPS, ACROSS),)
     return scores
-
-
-@gluon.jit
-def _tile_at(whole, i):
-    """The spans of whole tile ``i``."""
-    spans = ()
-    for c in gl.static_range(len(whole)):
-        spans = spans + (whole[c].index(i),)
-    return spans
-
-
-@gluon.jit
-def _first_rows(v, D: gl.constexpr):
-    """Spans of a tile of V, (channels, keys), without the rows past their channels."""
-    spans = ()
-    for c in gl.static_range(len(D)):
-        if v[c].shape[0] > D[c]:
-            spans = spans + (v[c].slice(0, D[c], 0),)
-        else:
-            spans = spans + (v[c],)
-    return spans
-
-
-@gluon.jit
-def _first_walk(q, k_whole, k_smem, KEYS: gl.constexpr, TURN: gl.constexpr, WARPS: gl.constexpr):
-    """First pass over the keys: maxima of columns eight apart of a block's scores, int32 (rows, 8). Scores are not kept."""
-    WIDTHS: gl.constexpr = row_widths(KEYS)
-    TURNS: gl.constexpr = KEYS // (128 * TURN)
-    largest = gl.full((16 * WARPS, 8), MASKED, gl.int32, score_layout(8, WARPS))
-    for turn in range(TURNS):
-        scores = ()
-        for i in gl.static_range(TURN):
-            scores = scores + (start_scores(q, _tile_at(k_whole, turn * TURN + i), 128, WARPS, 1),)
-        for i in gl.static_range(TURN):
-            s = finished(scores[i], len(q) * (TURN - 1 - i), WARPS)
-            largest = gl.maximum(largest, fold_columns(s, WARPS))
-    for t in gl.static_range(TURNS * TURN, len(WIDTHS)):
-        s_t = finished(start_scores(q, k_smem[t], WIDTHS[t], WARPS, 1), 0, WARPS)
-        largest = gl.maximum(largest, fold_columns(s_t, WARPS))
-    return largest
-
-
-@gluon.jit
-def _tile_probabilities(
-    q, k, row, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, EXACT: gl.constexpr, WARPS: gl.constexpr,
-    OPERAND: gl.constexpr,
-):  # fmt: skip
-    """:func:`.sm90.query_block.exponentiate` of a tile of keys from START on; the scores are computed again.
-
-    ``row`` is (least score, slope, begin, constant) of each row: :func:`.gluon.ptx_ops.row_exponents`.
-    """
-    least, slope, begin, constant = row
-    s = finished(start_scores(q, k, WIDTH, WARPS, 1), 0, WARPS)
-    s = raised_if_needed((s,), least, score_layout(8, WARPS), 1)[0]
-    return exponentiate(s, slope, begin, constant, OPERAND, START, KEYS, EXACT, WARPS, 1)
-
-
-@gluon.jit
-def _second_walk(
-    q, k_whole, v_whole, k_smem, v_smem, accumulator, row, CHANNELS: gl.constexpr, KEYS: gl.constexpr, TURN: gl.constexpr,
-    EXACT: gl.constexpr, WARPS: gl.constexpr, OPERAND: gl.constexpr,
-):  # fmt: skip
-    """Second pass over the keys: (accumulators of P V, the last products under way; sums of stored P per row; with EXACT
-    those of P before rounding)."""
-    WIDTHS: gl.constexpr = row_widths(KEYS)
-    STARTS: gl.constexpr = row_starts(KEYS)
-    TURNS: gl.constexpr = KEYS // (128 * TURN)
-    total = gl.zeros((16 * WARPS, 4), gl.int32, quarter_layout(WARPS))
-    fine = total
-    for turn in range(TURNS):
-        for i in gl.static_range(TURN):
-            p, finer = _tile_probabilities(
-                q, _tile_at(k_whole, turn * TURN + i), row, 0, 128, KEYS, EXACT, WARPS, OPERAND
-            )  # fmt: skip
-            v = _first_rows(_tile_at(v_whole, turn * TURN + i), value_widths(CHANNELS))
-            accumulator = add_values(accumulator, p, v, WARPS, 1)
-            total += quarter_sums(sums_of_four(p), WARPS)
-            if EXACT:
-                fine += quarter_sums(finer, WARPS)
-    for t in gl.static_range(TURNS * TURN, len(WIDTHS)):
-        p_t, finer_t = _tile_probabilities(q, k_smem[t], row, STARTS[t], WIDTHS[t], KEYS, EXACT, WARPS, OPERAND)
-        accumulator = add_values(accumulator, p_t, v_smem[t], WARPS, 1)
-        total += quarter_sums(sums_of_four(p_t), WARPS)
-        if EXACT:
-            fine += quarter_sums(finer_t, WARPS)
-    total = row_sum(total)
-    if EXACT:
-        fine = row_sum(fine)
-    else:
-        fine = total
-    return accumulator, total, fine
 
 
 @gluon.jit
@@ -235,39 +141,26 @@ def _means_of(x, INVERSE_COUNT: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.co
 
 
 @gluon.jit
-def _less_missing(numerator, missing, mean, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """Negative numerators less what the missing mass of their rows adds to them: accumulators."""
-    L: gl.constexpr = numerator.type.layout
-    S: gl.constexpr = score_layout(numerator.shape[1], WARPS, ACROSS)
-    x = gl.convert_layout(numerator, S, assert_trivial=True)
-    x -= beside_rows(both_rows(missing, numerator.shape[0]), S) * gl.convert_layout(mean, S, assert_trivial=True)
-    return gl.convert_layout(x, L, assert_trivial=True)
-
-
-@gluon.jit
-def _block(
-    q, scores, query_bits, row, keys_usable, units, memory, output, o_stride_n: gl.constexpr, first, queries,
+def _attend_held(
+    scores, query_bits, scales, v_smem, exchange, sums, output, o_stride_n: gl.constexpr, first, queries,
     CHANNELS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr, SUMS: gl.constexpr,
-    TURN: gl.constexpr, QUANTIZE: gl.constexpr, EXACT: gl.constexpr, INVERSE_COUNT: gl.constexpr,
-    VALUE_OFFSET: gl.constexpr, WALK: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr,
+    QUANTIZE: gl.constexpr, EXACT: gl.constexpr, INVERSE_COUNT: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr,
+    MOST_BITS: gl.constexpr,
 ):  # fmt: skip
-    """Attention of a block of queries, from scores to stored outputs.
+    """Attention of a block of queries from scores that registers hold, to stored outputs.
 
     Args:
-        scores: products with the keys, under way; none where the keys pass twice.
-        row: what :func:`.gluon.ptx_ops.row_factors` returns if queries have one scale; else it is computed here from
-            ``units``.
-        memory: shared memory, span by span: keys and values per tile, whole tiles also in one piece, and what warps of
-            a row exchange (probabilities, maxima, row sums).
-        output: sums, means, factors and pointer. The sums are -127 times V's channel sums, and the means those of its
-            channels, from :func:`.sm90.stage_kv.sums_aside`; if sums are added at the end and registers allow, from
-            :func:`.sm90.stage_kv.sums_beside`. The factors are per span.
+        scores: products with all tiles of keys, under way.
+        query_bits, scales: see :func:`.sm90.rows.query_factors`.
+        exchange: shared memory for what warps of a row exchange: probabilities, maxima, row sums.
+        sums: -127 times V's channel sums, from :func:`.sm90.stage_kv.sums_aside`; if they are added at the end and registers
+            allow, from :func:`.sm90.stage_kv.sums_beside`.
+        output: means of V's channels, from the former, too; output factors; the pointer to outputs.
     """
-    k_smem, v_smem, k_whole, v_whole, p_smem, most_smem, total_smem, fine_smem = memory
-    sums, means, factors, o_base = output
-    TWICE: gl.constexpr = TURN > 0
+    means, factors, o_base = output
+    p_smem, most_smem, total_smem, fine_smem = exchange
     M: gl.constexpr = 16 * WARPS
-    SPANS: gl.constexpr = len(q)
+    SPANS: gl.constexpr = len(v_smem[0])
     WIDTHS: gl.constexpr = row_widths(KEYS, ACROSS)
     STARTS: gl.constexpr = row_starts(KEYS)
     TILES: gl.constexpr = len(WIDTHS)
@@ -283,19 +176,12 @@ def _block(
             # -127 times the sums of V's channels, in every row
             number = gl.full((M, v_smem[t][0].shape[1]), -127, gl.int8, OPERAND)
             accumulator = add_values(accumulator, number, v_smem[t], WARPS, ACROSS)
-    usable = keys_usable & usable_scale(query_bits)
-    if query_bits.type.is_block():
-        row = row_factors(query_bits, units, "none", MOST, MOST_BITS)
-    multiplier, fraction_bits, _ = row
-    ready = ()
-    if TWICE:
-        largest = _first_walk(q, k_whole, k_smem, KEYS, TURN, WARPS)
-    else:
-        ready = (finished(scores[0], SPANS * (TILES - 1 + BEHIND), WARPS, ACROSS),)
-        largest = fold_columns(ready[0], WARPS, ACROSS)
-        for t in gl.static_range(1, TILES):
-            ready = ready + (finished(scores[t], SPANS * (TILES - 1 - t + BEHIND), WARPS, ACROSS),)
-            largest = gl.maximum(largest, fold_columns(ready[t], WARPS, ACROSS))
+    usable, multiplier, fraction_bits = query_factors(query_bits, scales, MOST, MOST_BITS)
+    ready = (finished(scores[0], SPANS * (TILES - 1 + BEHIND), WARPS, ACROSS),)
+    largest = fold_columns(ready[0], WARPS, ACROSS)
+    for t in gl.static_range(1, TILES):
+        ready = ready + (finished(scores[t], SPANS * (TILES - 1 - t + BEHIND), WARPS, ACROSS),)
+        largest = gl.maximum(largest, fold_columns(ready[t], WARPS, ACROSS))
     if PRODUCTS and EXACT:
         means = ()
         finished_sums = ()
@@ -304,38 +190,24 @@ def _block(
             means = means + (_means_of(x, INVERSE_COUNT, WARPS, ACROSS),)
             finished_sums = finished_sums + (warpgroup_mma_init(x),)
         accumulator = finished_sums
-    # With one scale for all queries little is computed per row, and one row per thread gains nothing.
-    ONE: gl.constexpr = ACROSS == 1 and query_bits.type.is_block()
-    if ONE:
-        row_max = row_largest(largest)
-    elif ACROSS == 1:
-        row_max = gl.max(largest, 1)
-    else:
+    if ACROSS > 1:
         most_smem.store(gl.max(gl.reshape(largest, (M, ACROSS, 8)), 2))
-        row_max = gl.convert_layout(gl.max(most_smem.load(part_layout(WARPS, ACROSS)), 1), RL, assert_trivial=True)
-    if QUANTIZE and WARPS == 4 and ACROSS == 1 and not TWICE:
+        largest = most_smem.load(part_layout(WARPS, ACROSS))
+    row_max = row_maximum(largest, multiplier, WARPS, ACROSS)
+    if QUANTIZE and WARPS == 4 and ACROSS == 1:
         # measured: with three programs per SM 2 to 3 % faster in several waves, 2 to 3 % slower in one wave
-        keep_apart(units[2], 2)
-    slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
-    least = least_if_needed(row_max, CHANNELS << 14, multiplier, fraction_bits)
-    if ONE:
-        slope, begin, constant = both_rows(slope, M), both_rows(begin, M), own_twice(constant, M)
+        keep_apart(scales[2][2], 2)
+    row = row_numbers(row_max, multiplier, fraction_bits, CHANNELS, OFFSET, WARPS)
     EIGHT: gl.constexpr = score_layout(8 * ACROSS, WARPS, ACROSS)
     APART: gl.constexpr = PRODUCTS or is_crowded(KEYS)
-    if TWICE:
-        accumulator = begin_outputs(sums, value_widths(CHANNELS), SUMS == "begin", WARPS, ACROSS)
-        accumulator, total, fine = _second_walk(
-            q, k_whole, v_whole, k_smem, v_smem, accumulator, (least, slope, begin, constant), CHANNELS, KEYS, TURN, EXACT,
-            WARPS, OPERAND,
-        )  # fmt: skip
-    elif not APART:
-        ready = raised_if_needed(ready, least, EIGHT, ACROSS)
-    for t in gl.static_range(len(ready)):
+    if not APART:
+        ready = raised_if_needed(ready, row.least, EIGHT, ACROSS)
+    for t in gl.static_range(TILES):
         s = ready[t]
         if APART:
             # a program alone on its SM is faster if it starts on the first tile, though each tile costs a branch
-            s = raised_if_needed((s,), least, EIGHT, ACROSS)[0]
-        p, finer = exponentiate(s, slope, begin, constant, OPERAND, STARTS[t], KEYS, EXACT, WARPS, ACROSS)
+            s = raised_if_needed((s,), row.least, EIGHT, ACROSS)[0]
+        p, finer = exponentiate(s, row.slope, row.begin, row.constant, OPERAND, STARTS[t], KEYS, EXACT, WARPS, ACROSS)
         if ACROSS == 1:
             if t == 0 and not PRODUCTS:
                 accumulator = begin_outputs(sums, value_widths(CHANNELS), SUMS == "begin", WARPS, ACROSS)
@@ -353,12 +225,12 @@ def _block(
                 fine_parts = more
             else:
                 fine_parts += gl.convert_layout(more, fine_parts.type.layout, assert_trivial=True)
-    if ACROSS == 1 and not TWICE:
+    if ACROSS == 1:
         total = row_sum(parts)
         fine = total
         if EXACT:
             fine = row_sum(fine_parts)
-    elif not TWICE:
+    else:
         total_smem.store(gl.sum(gl.reshape(parts, (M, ACROSS, 32 // ACROSS)), 2))
         if EXACT:
             fine_smem.store(gl.sum(gl.reshape(fine_parts, (M, ACROSS, 32 // ACROSS)), 2))
@@ -372,34 +244,11 @@ def _block(
         fine = total
         if EXACT:
             fine = gl.convert_layout(gl.sum(fine_smem.load(part_layout(WARPS, ACROSS)), 1), RL, assert_trivial=True)
-    numerators = ()
-    for c in gl.static_range(SPANS):
-        numerator = warpgroup_mma_wait(SPANS - 1 - c, [accumulator[c]])
-        if SUMS == "end" and in_memory(sums[c].type.layout):
-            numerator += sums_beside(sums[c], WARPS, ACROSS)
-        elif SUMS == "end":
-            numerator += sums[c]
-        numerators = numerators + (numerator,)
-    row_numbers = row_inverses(total, fine, stored_columns(WIDTHS), EXACT)
-    ASIDE: gl.constexpr = EXACT and not PRODUCTS
-    SPAN: gl.constexpr = channel_spans(CHANNELS)
-    FROM: gl.constexpr = span_starts(CHANNELS)
-    for c in gl.static_range(SPANS):
-        mean = 0
-        numerator = numerators[c]
-        if ASIDE:
-            mean = means[c]
-        elif EXACT:
-            numerator = _less_missing(numerator, row_numbers[2], means[c], WARPS, ACROSS)
-        factor, shift, half = factors[c]
-        if QUANTIZE and WALK:
-            factor = stored_beside_outputs(factor, WARPS, ACROSS)
-            if VALUE_OFFSET:
-                shift = stored_beside_outputs(shift, WARPS, ACROSS)
-        store_span(
-            numerator, row_numbers, usable, (factor, shift, half), mean, o_base + FROM[c], o_stride_n, first,
-            queries, SPAN[c], ASIDE, WARPS, ACROSS,
-        )  # fmt: skip
+    COUNT: gl.constexpr = stored_columns(WIDTHS)
+    numerators = finished_outputs(accumulator, sums, SUMS == "end", WARPS, ACROSS)
+    rows = row_inverses(total, fine, COUNT, EXACT)
+    output = means, factors, o_base
+    store_outputs(numerators, rows, usable, output, o_stride_n, first, queries, CHANNELS, EXACT, WARPS, ACROSS)
 
 
 @gluon.jit
@@ -426,7 +275,7 @@ def _allocate(
             k_whole = k_whole + (_allocate_tiles(KEYS // 128, 128, D[c]),)
             v_whole = v_whole + (_allocate_tiles(KEYS // 128, max(DV[c], VALUE_LEAST), 128),)
         for i in gl.static_range(KEYS // 128):
-            k_smem, v_tall = k_smem + (_tile_at(k_whole, i),), v_tall + (_tile_at(v_whole, i),)
+            k_smem, v_tall = k_smem + (tile_at(k_whole, i),), v_tall + (tile_at(v_whole, i),)
     for i in gl.static_range(len(k_smem), len(WIDTHS)):
         keys = ()
         values = ()
@@ -488,7 +337,7 @@ def _head(
         last = load_last(q_base, q_stride_n, blocks * BLOCK_M, queries, TAIL, HEAD_DIM, WARPS, POLICY)
     v_smem = ()
     for i in gl.static_range(TILES):
-        v_smem = v_smem + (_first_rows(v_tall[i], DV),)
+        v_smem = v_smem + (first_channels(v_tall[i], DV),)
 
     head_bits = 0
     factors = ()
@@ -596,13 +445,13 @@ def _head(
         for c in gl.static_range(COUNT):
             sums = sums + (sums_beside(left[c], WARPS, ACROSS),)
 
-    memory = k_smem, v_smem, k_whole, v_whole, p_smem, most_smem, total_smem, fine_smem
-    output = sums, means, factors, o_base
+    exchange = p_smem, most_smem, total_smem, fine_smem
+    output = means, factors, o_base
+    query_scales = keys_usable, row, units
     if EARLY:
-        _block(
-            q, scores, query_bits, row, keys_usable, units, memory, output, o_stride_n, block * BLOCK_M, queries, HEAD_DIM,
-            KEYS, WARPS, ACROSS, SUMS, TURN, QUANTIZE, EXACT, INVERSE_COUNT, VALUE_OFFSET, WALK, OFFSET,
-            MOST, MOST_BITS,
+        _attend_held(
+            scores, query_bits, query_scales, v_smem, exchange, sums, output, o_stride_n, block * BLOCK_M, queries, HEAD_DIM,
+            KEYS, WARPS, ACROSS, SUMS, QUANTIZE, EXACT, INVERSE_COUNT, OFFSET, MOST, MOST_BITS,
         )  # fmt: skip
         for i in gl.static_range(TILES):
             # Triton sees the last use of the keys where products start; these still read the keys afterwards
@@ -618,14 +467,18 @@ def _head(
             q, query_bits = read_queries(
                 words, DTYPE, qs_base, qs_stride_n, head_bits, first, queries, QUANTIZE, QUERY_TOKEN, WARPS, ACROSS
             )
-            scores = ()
-            if not TWICE:
+            if TWICE:
+                store = known_keys(k_whole, v_whole, k_smem, v_smem, DV, KEYS, TURN)
+                attend_twice(
+                    q, query_bits, query_scales, store, sums, output, o_stride_n, first, queries, HEAD_DIM, WARPS, SUMS, EXACT,
+                    OFFSET, MOST, MOST_BITS,
+                )  # fmt: skip
+            else:
                 scores = _all_scores(q, k_smem, WIDTHS, WARPS, ACROSS)
-            _block(
-                q, scores, query_bits, row, keys_usable, units, memory, output, o_stride_n, first, queries, HEAD_DIM, KEYS,
-                WARPS, ACROSS, SUMS, TURN, QUANTIZE, EXACT, INVERSE_COUNT, VALUE_OFFSET, WALK,
-                OFFSET, MOST, MOST_BITS,
-            )  # fmt: skip
+                _attend_held(
+                    scores, query_bits, query_scales, v_smem, exchange, sums, output, o_stride_n, first, queries, HEAD_DIM,
+                    KEYS, WARPS, ACROSS, SUMS, QUANTIZE, EXACT, INVERSE_COUNT, OFFSET, MOST, MOST_BITS,
+                )  # fmt: skip
 
     if TAIL:
         if last_too:

@@ -38,7 +38,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma_wait,
 )
 
@@ -47,7 +46,6 @@ from ...common.fixed_point import inverse_of_count, split_scale, twice_mean, usa
 from ...common.quantize_ops import CHUNKS
 from ...common.tile_ops import MASKED, MOST_ROUNDED_KEYS, channel_of_row, packed_sequence, packed_start
 from ..ptx_ops import (
-    barrier,
     fine_probabilities,
     least_score,
     magnitudes,
@@ -58,6 +56,7 @@ from ..ptx_ops import (
     row_factors,
     to_shared,
 )
+from ..releases import barrier, load_tile
 from ..row_ops import beside_rows, both_rows, one_row, own_twice, row_largest, row_sum
 from .layouts import (
     channel_spans,
@@ -78,7 +77,6 @@ from .query_block import (
     last_turns,
     load_queries,
     padded_columns,
-    padded_rows,
     pairs_twice,
     quarter_sums,
     read_queries,
@@ -91,9 +89,6 @@ from .query_block import (
     tile_of,
 )
 from .stage_kv import sums_beside
-
-# the names differ between releases of Triton
-_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 # Below 96 channels registers are short after quantisation, and always with the ptxas of Triton 3.9, which then waits for
 # every product (warning C7512). Queries in shared memory leave room. Where registers suffice this is 1 to 4 % slower.
@@ -143,7 +138,7 @@ def _load_keys(descriptions, row, column, bar, smem, slot, wanted, HEAD_DIM: gl.
     """Start the copies of a step of keys, span by span, to a slot; ``bar`` says when they have arrived."""
     FROM: gl.constexpr = span_starts(HEAD_DIM)
     for c in gl.static_range(len(smem)):
-        _load(descriptions[c], [row, column + FROM[c]], bar, smem[c].index(slot), pred=wanted)
+        load_tile(descriptions[c], [row, column + FROM[c]], bar, smem[c].index(slot), pred=wanted)
 
 
 @gluon.jit
@@ -151,7 +146,7 @@ def _load_values(descriptions, row, column, bar, smem, slot):
     """Start the copies of a tile of packed values, span by span; see :func:`_load_keys`."""
     first = row
     for c in gl.static_range(len(smem)):
-        _load(descriptions[c], [first, column], bar, smem[c].index(slot))
+        load_tile(descriptions[c], [first, column], bar, smem[c].index(slot))
         first += smem[c].shape[1]
 
 
@@ -343,6 +338,7 @@ def long_hopper_kernel(
         # the same kernel for all lengths: whether half of the last tile is enough is seen here
         narrow = ((keys - 1) % TILE < TILE // 2).to(gl.int32)
     largest = gl.full((BLOCK_M, 8), MASKED, gl.int32, score_layout(8, WARPS))
+    nothing = gl.to_tensor(MASKED)
     for last in gl.static_range(turn_kinds(VARLEN)):
         start, stop = last_turns(last, whole, turns, narrow)
         for turn in range(start, stop):
@@ -353,13 +349,13 @@ def long_hopper_kernel(
                 mbarrier.wait(ready.index(slot), (turn // 2) & 1)
                 for half in gl.static_range(tile_count(step_columns(place, UNROLL, last, SPAN, LEFT))):
                     k = tile_of(k_smem, slot, half * TILE, tile_width(half, step_columns(place, UNROLL, last, SPAN, LEFT)), 0)
-                    scores = scores + (start_scores(operand, k, k[0].shape[0], WARPS, 1),)
+                    scores = scores + (start_scores(operand, k, WARPS, 1),)
             for tile in gl.static_range(len(scores)):
                 step = UNROLL * turn + tile // HALVES
                 slot = turn % 2 * UNROLL + tile // HALVES
                 s = finished(scores[tile], COUNT * (len(scores) - 1 - tile), WARPS)
                 if last and not WHOLE:
-                    s = padded_columns(s, keys - step * SPAN - (tile % HALVES) * TILE, MASKED)
+                    s = padded_columns(s, keys - step * SPAN - (tile % HALVES) * TILE, nothing)
                 largest = gl.maximum(largest, fold_columns(s, WARPS))
                 if tile % HALVES == HALVES - 1 or tile == len(scores) - 1:
                     # These keys are read: refill their slot. After the last ones come the first keys of the second pass.
@@ -404,7 +400,7 @@ def long_hopper_kernel(
                 v_slot = (place if UNROLL == 2 else step % 2) * HALVES
                 for half in gl.static_range(tile_count(step_columns(place, UNROLL, last, SPAN, LEFT))):
                     k = tile_of(k_smem, slot, half * TILE, tile_width(half, step_columns(place, UNROLL, last, SPAN, LEFT)), 0)
-                    s = finished(start_scores(operand, k, k[0].shape[0], WARPS, 1), 0, WARPS)
+                    s = finished(start_scores(operand, k, WARPS, 1), 0, WARPS)
                     if half == tile_count(step_columns(place, UNROLL, last, SPAN, LEFT)) - 1:
                         # these keys are read, and so are the values of the step before: refill both
                         barrier()
@@ -419,7 +415,7 @@ def long_hopper_kernel(
                     if last:
                         s = raised(s, least)
                         if not WHOLE:
-                            s = padded_rows(s, keys - step * SPAN - half * TILE, row_max)
+                            s = padded_columns(s, keys - step * SPAN - half * TILE, row_max)
                     elif not APART:  # nested: a compile-time condition is not combined with one of run time
                         if wrap:
                             s = raised(s, least)

@@ -82,6 +82,12 @@ def in_memory(layout):
 
 
 @gluon.constexpr_function
+def is_stored(kind):
+    """Tell by its type whether something is in shared memory."""
+    return in_memory(getattr(kind, "layout", None))
+
+
+@gluon.constexpr_function
 def shared_layout(width):
     """Return the swizzled layout of rows of ``width`` bytes in shared memory that wgmma reads; 128-byte swizzle at most."""
     return gl.NVMMASharedLayout(min(width, 128), 8)

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ...common.fixed_point import twice_mean
 from ...common.quantize_ops import (
@@ -41,7 +40,6 @@ from ...common.quantize_ops import (
 from ...common.tile_ops import inverse_key_order, key_order
 from ..ptx_ops import (
     as_float32,
-    barrier,
     beside_channels,
     first_of_four,
     halves,
@@ -56,6 +54,7 @@ from ..ptx_ops import (
     words_of,
     zero_point,
 )
+from ..releases import barrier, copy_to_shared
 from .layouts import (
     all_words_layout,
     channel_spans,
@@ -76,9 +75,6 @@ from .layouts import (
     value_widths,
 )
 from .query_block import SUM_FOUR, load_channels, pairs_twice, to_fragment_order
-
-# the names differ between releases of Triton
-_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 
 @gluon.jit
@@ -398,9 +394,9 @@ def copy_keys(
     d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
     ptrs = base + gl.minimum(START + n, KEYS - 1)[:, None] * stride_n + d[None, :]
     if D == CHANNELS:
-        _copy(smem, ptrs)
+        copy_to_shared(smem, ptrs)
     else:
-        _copy(smem, ptrs, mask=(n[:, None] >= 0) & (d[None, :] < CHANNELS))
+        copy_to_shared(smem, ptrs, mask=(n[:, None] >= 0) & (d[None, :] < CHANNELS))
 
 
 @gluon.jit

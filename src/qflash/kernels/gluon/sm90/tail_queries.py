@@ -27,7 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...common.fixed_point import fine_bits, missing_mass, multiply_round, requantize, row_inverse, row_weight, usable_scale
 from ...common.quantize_ops import amplitude_to_scale, inverse_scale, nan_max
 from ...common.tile_ops import MASKED, _high_bytes, channel_of_row, key_order, probability_words
-from ..ptx_ops import as_float32, barrier, halves, row_factors, scaled
+from ..ptx_ops import as_float32, halves, row_factors, scaled
+from ..releases import barrier
 from .layouts import (
     channel_spans,
     depth,

@@ -198,19 +198,15 @@ def _sums_of_span(v_smem, tiles, inverse_count, WARPS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=("share", "most_keys"))
 def packed_hopper_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, cu_q_ptr, cu_k_ptr,
-    q_stride_h: gl.constexpr, q_stride_n: gl.constexpr, k_stride_h: gl.constexpr, k_stride_n: gl.constexpr,
-    v_stride_h: gl.constexpr, v_stride_n: gl.constexpr, o_stride_h: gl.constexpr, o_stride_n: gl.constexpr,
-    constant_mantissa, constant_exponent, share, most_keys,
+    q_ptr, k_ptr, v_ptr, o_ptr, cu_q_ptr, cu_k_ptr, constant_mantissa, constant_exponent, share, most_keys,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, TILES: gl.constexpr, BLOCK_N: gl.constexpr,
-    ORDERED: gl.constexpr, EXACT: gl.constexpr, CENTER: gl.constexpr, VALUE_OFFSET: gl.constexpr, OFFSET: gl.constexpr,
-    MOST: gl.constexpr, MOST_BITS: gl.constexpr,
+    ORDERED: gl.constexpr, STRIDES: gl.constexpr, RECIPE: gl.constexpr,
 ):  # fmt: skip
     """Attention of ``share`` blocks of queries of a head of a packed sequence, which has at most TILES tiles of BLOCK_N keys.
 
     Cumulative lengths are at ``cu_q_ptr`` and ``cu_k_ptr``; tensors are (tokens, heads, channels). ORDERED is the most
     sequences that :mod:`.sm90.packed_order` puts in order, or 0 if they are taken as they lie. Outputs of sequences of more
-    than ``most_keys`` keys are NaN.
+    than ``most_keys`` keys are NaN. STRIDES and RECIPE are of :mod:`.gluon.constants`.
     """
     z, h = gl.program_id(2), gl.program_id(1)
     kv_head = h // GROUP
@@ -226,15 +222,15 @@ def packed_hopper_kernel(
     first_k, keys = packed_sequence(cu_k_ptr, z)
     too_many = keys > most_keys
     keys = gl.minimum(keys, TILES * BLOCK_N)
-    q_base = q_ptr + first_q * q_stride_n + h * q_stride_h
-    o_base = o_ptr + first_q * o_stride_n + h * o_stride_h
-    k_base = k_ptr + first_k * k_stride_n + kv_head * k_stride_h
-    v_base = v_ptr + first_k * v_stride_n + kv_head * v_stride_h
+    q_base = q_ptr + first_q * STRIDES.q[2] + h * STRIDES.q[1]
+    o_base = o_ptr + first_q * STRIDES.o[2] + h * STRIDES.o[1]
+    k_base = k_ptr + first_k * STRIDES.k[2] + kv_head * STRIDES.k[1]
+    v_base = v_ptr + first_k * STRIDES.v[2] + kv_head * STRIDES.v[1]
     block = gl.program_id(0) * share
     blocks = gl.minimum(block + share, gl.cdiv(queries, BLOCK_M))
     if (block >= blocks) | (keys == 0):
         for each in range(block, blocks):
-            store_zeros(o_base, o_stride_n, each * BLOCK_M, queries, HEAD_DIM, WARPS)
+            store_zeros(o_base, STRIDES.o[2], each * BLOCK_M, queries, HEAD_DIM, WARPS)
         return
     tiles = gl.cdiv(keys, BLOCK_N)
     inverse_count = inverse_of_count(keys)
@@ -246,14 +242,14 @@ def packed_hopper_kernel(
     # those of all spans, before any of them is waited for
     firsts = ()
     for c in gl.static_range(COUNT):
-        first = _load_tiles(k_base + FROM[c], v_base + FROM[c], k_stride_n, v_stride_n, 0, keys, SPANS[c], BLOCK_N, WARPS)
+        first = _load_tiles(k_base + FROM[c], v_base + FROM[c], STRIDES.k[2], STRIDES.v[2], 0, keys, SPANS[c], BLOCK_N, WARPS)
         firsts = firsts + (first,)
     largest = 0
     found = ()
     for c in gl.static_range(COUNT):
         amplitude, middle, value_middle, most = _ranges_of_span(
-            k_base + FROM[c], v_base + FROM[c], k_stride_n, v_stride_n, firsts[c], tiles, keys, constant_mantissa, SPANS[c],
-            CENTER, VALUE_OFFSET, BLOCK_N, WARPS,
+            k_base + FROM[c], v_base + FROM[c], STRIDES.k[2], STRIDES.v[2], firsts[c], tiles, keys, constant_mantissa, SPANS[c],
+            RECIPE.CENTER, RECIPE.VALUE_OFFSET, BLOCK_N, WARPS,
         )  # fmt: skip
         largest = gl.maximum(largest, amplitude)
         found = found + ((middle, value_middle, most, firsts[c]),)
@@ -263,10 +259,10 @@ def packed_hopper_kernel(
     factors = ()
     for c in gl.static_range(COUNT):
         scale, offset = _fill_span(
-            k_base + FROM[c], v_base + FROM[c], k_stride_n, v_stride_n, k_smem[c], v_smem[c], tiles, keys, inverse, found[c],
-            SPANS[c], CENTER, VALUE_OFFSET, TILES, BLOCK_N, WARPS,
+            k_base + FROM[c], v_base + FROM[c], STRIDES.k[2], STRIDES.v[2], k_smem[c], v_smem[c], tiles, keys, inverse,
+            found[c], SPANS[c], RECIPE.CENTER, RECIPE.VALUE_OFFSET, TILES, BLOCK_N, WARPS,
         )  # fmt: skip
-        if VALUE_OFFSET:
+        if RECIPE.VALUE_OFFSET:
             factors = factors + ((scale, offset, 0),)
         else:
             factors = factors + ((scale, 0, 0),)
@@ -284,11 +280,11 @@ def packed_hopper_kernel(
     store = PackedKeys(k_smem, v_smem, keys, BLOCK_N, (1, 1, 1), (0, 0, 0))
     output = means, factors, o_base
     for each in range(block, blocks):
-        words = load_queries(q_base, q_stride_n, each * BLOCK_M, queries, HEAD_DIM, WARPS, 1, "")
+        words = load_queries(q_base, STRIDES.q[2], each * BLOCK_M, queries, HEAD_DIM, WARPS, 1, "")
         q, query_bits = read_queries(
-            words, q_ptr.dtype.element_ty, q_base, 0, 0, each * BLOCK_M, queries, True, True, WARPS
+            words, q_ptr.dtype.element_ty, q_base, 0, 0, each * BLOCK_M, queries, RECIPE, WARPS
         )  # fmt: skip
         attend_twice(
-            q, query_bits, query_scales, store, sums, output, o_stride_n, each * BLOCK_M, queries, HEAD_DIM, WARPS, "end",
-            EXACT, OFFSET, MOST, MOST_BITS,
+            q, query_bits, query_scales, store, sums, output, STRIDES.o[2], each * BLOCK_M, queries, HEAD_DIM, WARPS, "end",
+            RECIPE,
         )  # fmt: skip

@@ -207,16 +207,16 @@ def round_rows(x, inverse):
 @gluon.jit
 def read_queries(
     words, DTYPE: gl.constexpr, qs_base, qs_stride_n, head_bits, first, queries,
-    QUANTIZE: gl.constexpr, QUERY_TOKEN: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1,
+    RECIPE: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1,
 ):  # fmt: skip
     """(a block of queries as int8 per span; float32 bits of its scale, or of its rows' as :func:`row_amplitude`)."""
     q = unpack_queries(words, DTYPE, WARPS, ACROSS)
     bits = head_bits
-    if QUANTIZE:
+    if RECIPE.QUANTIZE:
         floats = ()
         for c in gl.static_range(len(q)):
             floats = floats + (as_float32(q[c]),)
-        if QUERY_TOKEN:
+        if RECIPE.QUERY_TOKEN:
             scale = amplitude_to_scale(row_amplitude(q, WARPS, ACROSS))
             inverse = inverse_scale(scale, False)
             bits = scale.to(gl.int32, bitcast=True)
@@ -226,7 +226,7 @@ def read_queries(
         for c in gl.static_range(len(q)):
             rounded = rounded + (round_rows(floats[c], inverse),)
         q = rounded
-    elif QUERY_TOKEN:
+    elif RECIPE.QUERY_TOKEN:
         L: gl.constexpr = eight_layout(WARPS, ACROSS)
         n = first + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, L))
         bits = gl.load(qs_base + gl.minimum(n, queries - 1) * qs_stride_n)

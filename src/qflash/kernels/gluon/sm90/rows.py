@@ -43,7 +43,7 @@ class Row:
 
 
 @gluon.jit
-def query_factors(query_bits, scales, MOST: gl.constexpr, MOST_BITS: gl.constexpr):
+def query_factors(query_bits, scales, RECIPE: gl.constexpr):
     """(whether scales are usable, multiplier, fraction bits) of a block of queries.
 
     Args:
@@ -54,7 +54,7 @@ def query_factors(query_bits, scales, MOST: gl.constexpr, MOST_BITS: gl.constexp
     keys_usable, row, units = scales
     usable = keys_usable & usable_scale(query_bits)
     if query_bits.type.is_block():
-        row = row_factors(query_bits, units, "none", MOST, MOST_BITS)
+        row = row_factors(query_bits, units, "none", RECIPE.MOST, RECIPE.MOST_BITS)
     return usable, row[0], row[1]
 
 

@@ -60,6 +60,7 @@ from .layouts import (
     channel_spans,
     depth,
     float_piece,
+    inverse_count,
     kernel_width,
     key_warps,
     part_words_layout,
@@ -426,7 +427,7 @@ def natural_order(x, ACROSS: gl.constexpr):
 
 @gluon.jit
 def sums_aside(
-    v_smem, SUMS: gl.constexpr, EXACT: gl.constexpr, INVERSE_COUNT: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr
+    v_smem, SUMS: gl.constexpr, EXACT: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr
 ):  # fmt: skip
     """(-127 times the sums of V's channels, twice their means), in shared memory, span by span.
 
@@ -438,7 +439,7 @@ def sums_aside(
     for c in gl.static_range(len(v_smem[0])):
         sums = _sums(v_smem, c, WARPS)
         if EXACT:
-            means = means + (to_shared(natural_order(twice_mean(sums, INVERSE_COUNT, False), ACROSS)),)
+            means = means + (to_shared(natural_order(twice_mean(sums, inverse_count(KEYS), False), ACROSS)),)
         if SUMS == "begin":
             spans = spans + (to_shared(pairs_twice(-127 * sums)),)
         elif SUMS == "end":

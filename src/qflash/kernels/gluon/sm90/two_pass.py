@@ -87,8 +87,7 @@ def weigh_values(q, store, row, accumulator, EXACT: gl.constexpr, OPERAND: gl.co
 @gluon.jit
 def attend_twice(
     q, query_bits, scales, store, sums, output, o_stride_n: gl.constexpr, first, queries, CHANNELS: gl.constexpr,
-    WARPS: gl.constexpr, SUMS: gl.constexpr, EXACT: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr,
-    MOST_BITS: gl.constexpr,
+    WARPS: gl.constexpr, SUMS: gl.constexpr, RECIPE: gl.constexpr,
 ):  # fmt: skip
     """Attention of a block of queries, from int8 queries to stored outputs.
 
@@ -99,15 +98,16 @@ def attend_twice(
         sums: -127 times the sums of V's channels, in shared memory; products begin at them, or they are added at the end.
         output: see :func:`.sm90.rows.store_outputs`.
         SUMS: "begin" or "end".
+        RECIPE: :class:`.gluon.constants.Recipe`.
     """
     DV: gl.constexpr = value_widths(CHANNELS)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, product_layout(DV[0], WARPS), 4)
-    usable, multiplier, fraction_bits = query_factors(query_bits, scales, MOST, MOST_BITS)
+    usable, multiplier, fraction_bits = query_factors(query_bits, scales, RECIPE)
     row_max = row_maximum(row_maxima(q, store, WARPS), multiplier, WARPS)
-    row = row_numbers(row_max, multiplier, fraction_bits, CHANNELS, OFFSET, WARPS)
+    row = row_numbers(row_max, multiplier, fraction_bits, CHANNELS, RECIPE.OFFSET, WARPS)
     accumulator = begin_outputs(sums, DV, SUMS == "begin", WARPS, 1)
-    accumulator, total, fine = weigh_values(q, store, row, accumulator, EXACT, OPERAND, WARPS)
-    total, fine, count = store.sums(total, fine, row.most, EXACT)
-    rows = row_inverses(total, fine, count, EXACT)
+    accumulator, total, fine = weigh_values(q, store, row, accumulator, RECIPE.EXACT, OPERAND, WARPS)
+    total, fine, count = store.sums(total, fine, row.most, RECIPE.EXACT)
+    rows = row_inverses(total, fine, count, RECIPE.EXACT)
     numerators = finished_outputs(accumulator, sums, SUMS == "end", WARPS, 1)
-    store_outputs(numerators, rows, usable, output, o_stride_n, first, queries, CHANNELS, EXACT, WARPS, 1)
+    store_outputs(numerators, rows, usable, output, o_stride_n, first, queries, CHANNELS, RECIPE.EXACT, WARPS, 1)

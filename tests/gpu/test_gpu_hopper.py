@@ -56,10 +56,12 @@ def either_way(chance: random.Random, call: Any) -> None:
     """Take the sums of V's channels off outputs in any way that the kernel knows; the rules choose by the number of heads."""
     assert call.kernel.__name__ == "hopper_kernel"
     across = call.options["num_warps"] * 16 // call.arguments["BLOCK_M"]
-    assert (call.arguments["TURN"] == 0) == row_fits_registers(call.arguments["KEYS"], across)
-    possible = call.arguments["TAIL"] == call.arguments["TURN"] == 0
-    assert possible or call.arguments["SUMS"] != "products"
-    call.arguments["SUMS"] = chance.choice(("begin", "end", "products") if possible else ("begin", "end"))
+    plan = call.arguments["PLAN"]
+    assert (plan.UNROLL == 0) == row_fits_registers(call.arguments["KEYS"], across)
+    possible = plan.TAIL == plan.UNROLL == 0
+    assert possible or plan.SUMS != "products"
+    sums = chance.choice(("begin", "end", "products") if possible else ("begin", "end"))
+    call.arguments["PLAN"] = dataclasses.replace(plan, SUMS=sums)
 
 
 def shared(queries: int, keys: int) -> dict[str, int]:
@@ -182,7 +184,7 @@ def test_the_last_few_queries_have_the_reference_bits(queries: int, keys: int, h
         arguments: tuple[Any, ...] = (q, scales[0], k, scales[1], v, scales[2], None, False, head_dim**-0.5, out_scale)
         (call,) = attention_launches(int8_call(*arguments, out.dtype, DEFAULT), out, tiles=chosen)
         assert call.kernel.__name__ == "hopper_kernel"
-        assert call.arguments["TAIL"] == (8 if queries % 64 <= 8 else 16)
+        assert (8 if queries % 64 <= 8 else 16) == call.arguments["PLAN"].TAIL
         call.run()
         assert same_bits(out, reference.int8_attention(int8_call(*arguments, dtype, DEFAULT))), draw
 
@@ -203,8 +205,8 @@ def test_the_last_few_queries_are_quantised_alike(queries: int, keys: int, head_
             chosen = chosen._replace(splits=2)
         (call,) = attention_launches(float_call(q, k, v, None, False, head_dim**-0.5, recipe), out, tiles=chosen)
         assert call.kernel.__name__ == "hopper_kernel"
-        assert call.arguments["TAIL"] == (8 if queries % 64 <= 8 else 16)
-        assert call.arguments["SPREAD"] == (keys <= 256 and queries > 128)
+        assert (8 if queries % 64 <= 8 else 16) == call.arguments["PLAN"].TAIL
+        assert (keys <= 256 and queries > 128) == call.arguments["PLAN"].SPREAD
         call.run()
         assert same_bits(out, execution.attention(q, k, v, None, False, head_dim**-0.5, recipe.key, "reference")), (
             recipe,
@@ -235,7 +237,7 @@ def test_fused_attention_has_the_reference_bits(geometry: int) -> None:
         out = torch.empty_like(floats[0])
         (call,) = attention_launches(float_call(q, k, v, None, False, shape.head_dim**-0.5, recipe), out, tiles=chosen)
         either_way(chance, call)
-        call.arguments["POLICY"] = eviction_policy(geometry)
+        call.arguments["PLAN"] = dataclasses.replace(call.arguments["PLAN"], POLICY=eviction_policy(geometry))
         call.run()
         expected = execution.attention(q, k, v, None, False, shape.head_dim**-0.5, recipe.key, "reference")
         assert same_bits(out, expected), (shape, chosen, recipe, dtype, draw)

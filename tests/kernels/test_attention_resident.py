@@ -120,7 +120,7 @@ def _compile_for_hopper() -> None:
         (call,) = attention_launches(float_call(x, x, x, None, False, 0.1, DEFAULT), torch.empty_like(x), tiles=tiles)
         assert call.kernel.__name__ == "hopper_kernel"
         print_products(call)
-        if call.arguments["TURN"]:
+        if call.arguments["PLAN"].UNROLL:
             # how many programs a processor has room for hangs on it
             assert compile_call(call, "sm_90").metadata.shared <= shared_bytes(keys, head_dim)
 

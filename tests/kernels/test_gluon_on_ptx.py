@@ -255,7 +255,8 @@ def test_hopper_fused(hopper: ModuleType, case: int) -> None:
 def test_scores_that_fill_the_registers(fused: bool) -> None:
     """577 keys by two warps a row: nothing else is under way beside their scores."""
     (call,), out, expected = one_head(577, 64, fused, Tiles(64, 128, 8, 1, splits=2, family=SM90_RESIDENT), queries=70)
-    assert (call.arguments["ACROSS"], call.arguments["TURN"], call.arguments["SUMS"]) == (2, 0, "end")
+    plan = call.arguments["PLAN"]
+    assert (plan.ACROSS, plan.UNROLL, plan.SUMS) == (2, 0, "end")
     call.run()
     assert same_bits(out, expected())
 

@@ -235,7 +235,7 @@ def hopper_call(heads: int, queries: int, keys: int, dim: int, fused: bool, chan
 
 
 @pytest.mark.parametrize(
-    ("tokens", "dim", "heads", "fused", "grid", "block", "warps", "tail", "turn", "walk", "sums"),
+    ("tokens", "dim", "heads", "fused", "grid", "block", "warps", "tail", "unroll", "loops", "sums"),
     [
         (197, 64, 6, False, (4, 1, 6), 64, 4, 0, 0, False, "products"),
         (197, 64, 24, True, (4, 1, 24), 64, 8, 0, 0, False, "products"),
@@ -282,18 +282,18 @@ def hopper_call(heads: int, queries: int, keys: int, dim: int, fused: bool, chan
     ],
 )
 def test_heads_are_shared_out_by_load(
-    tokens: int, dim: int, heads: int, fused: bool, grid: tuple[int, int, int], block: int, warps: int, tail: int, turn: int,
-    walk: bool, sums: str,
+    tokens: int, dim: int, heads: int, fused: bool, grid: tuple[int, int, int], block: int, warps: int, tail: int, unroll: int,
+    loops: bool, sums: str,
 ) -> None:  # fmt: skip
     """Blocks and warps; places for last queries apart, how rows are held, whether programs take several blocks, sums of V."""
     call = hopper_call(heads, tokens, tokens, dim, fused)
-    given = call.arguments
-    assert (call.grid, given["BLOCK_M"], call.options["num_warps"], given["BLOCKS"]) == (grid, block, warps, 0)
-    assert (given["TAIL"], given["TURN"], given["WALK"], given["SUMS"]) == (tail, turn, walk, sums)
+    plan = call.arguments["PLAN"]
+    assert (call.grid, call.arguments["BLOCK_M"], call.options["num_warps"], plan.BLOCKS) == (grid, block, warps, 0)
+    assert (tail, unroll, loops, sums) == (plan.TAIL, plan.UNROLL, plan.LOOPS, plan.SUMS)
     # where the blocks of a head are in the grid's last dimension
-    assert given["SPREAD"] == (grid == (1, heads, 2))
+    assert (grid == (1, heads, 2)) == plan.SPREAD
     # a warp for every sixteen queries, or two
-    assert given["ACROSS"] == {(64, 4): 1, (128, 8): 1, (64, 8): 2}[block, warps]
+    assert {(64, 4): 1, (128, 8): 1, (64, 8): 2}[block, warps] == plan.ACROSS
 
 
 @pytest.mark.parametrize(
@@ -343,9 +343,10 @@ def test_programs_that_go_from_head_to_head_share_blocks_evenly(
     call = hopper_call(heads, tokens, tokens, dim, fused)
     given, blocks = call.arguments, -(-tokens // block)
     assert call.grid == (programs, 1, 1)
-    assert (given["BLOCK_M"], given["share"], given["BLOCKS"], given["HEADS"]) == (block, share, blocks, 1)
+    plan = given["PLAN"]
+    assert (given["BLOCK_M"], given["share"], plan.BLOCKS, plan.HEADS) == (block, share, blocks, 1)
     assert given["total"] == heads * blocks and given["total"] - share <= (programs - 1) * share < given["total"]
-    assert given["WALK"] and given["SUMS"] == ("begin" if heads > 132 else "end")
+    assert plan.LOOPS and ("begin" if heads > 132 else "end") == plan.SUMS
 
 
 @pytest.mark.parametrize(
@@ -425,21 +426,22 @@ def test_the_rules_never_ask_for_what_the_kernel_does_not_take(processors: int, 
         if call is None:
             continue
         given, warps = call.arguments, call.options["num_warps"]
-        programs = call.grid[2 if given["SPREAD"] else 0]
+        plan = given["PLAN"]
+        programs = call.grid[2 if plan.SPREAD else 0]
         blocks = -(-queries // given["BLOCK_M"])
         assert tiles.fits_block(given["BLOCK_M"], warps, dim, keys)
-        if given["BLOCKS"]:
+        if plan.BLOCKS:
             assert call.grid[1:] == (1, 1) and (programs - 1) * given["share"] < given["total"] <= programs * given["share"]
-            assert programs <= processors * 8 // warps and given["WALK"]
-            assert given["BLOCKS"] in (blocks, queries // given["BLOCK_M"]) and given["BLOCKS"] * heads == given["total"]
+            assert programs <= processors * 8 // warps and plan.LOOPS
+            assert plan.BLOCKS in (blocks, queries // given["BLOCK_M"]) and plan.BLOCKS * heads == given["total"]
         else:
-            assert 1 <= programs <= blocks and given["WALK"] == (programs < blocks)
-        assert (given["TURN"] == 0) == tiles.row_fits_registers(keys, given["ACROSS"])
-        if given["TAIL"]:
-            keeps = programs < blocks and programs <= (2 if fused and given["TURN"] == 0 else 1)
-            assert keeps or given["BLOCKS"] == queries // given["BLOCK_M"]
-            assert warps == 4 and given["SUMS"] != "products"
-            assert 0 < queries % given["BLOCK_M"] <= given["TAIL"]
+            assert 1 <= programs <= blocks and (programs < blocks) == plan.LOOPS
+        assert (plan.UNROLL == 0) == tiles.row_fits_registers(keys, plan.ACROSS)
+        if plan.TAIL:
+            keeps = programs < blocks and programs <= (2 if fused and plan.UNROLL == 0 else 1)
+            assert keeps or queries // given["BLOCK_M"] == plan.BLOCKS
+            assert warps == 4 and plan.SUMS != "products"
+            assert 0 < queries % given["BLOCK_M"] <= plan.TAIL
 
 
 def test_spans_of_a_head_cover_its_channels() -> None:
@@ -537,7 +539,7 @@ def test_what_the_cache_does_not_hold_is_evicted_first() -> None:
         q, k = (torch.zeros(64, heads, tokens, 64, dtype=torch.float16, device="meta") for heads in (12, key_heads))
         (call,) = attention_launches(float_call(q, k, k, None, False, 0.1, DEFAULT), torch.empty_like(q))
         assert call.kernel.__name__ == "hopper_kernel"
-        return call.arguments["POLICY"]
+        return str(call.arguments["PLAN"].POLICY)
 
     assert [fused(577, 12), fused(577, 4), fused(197, 12)] == ["evict_first", "", ""]
     x, one = torch.zeros(64, 12, 577, 64, dtype=torch.int8, device="meta"), torch.ones(1, 1, 1, 1, device="meta")
@@ -545,7 +547,7 @@ def test_what_the_cache_does_not_hold_is_evicted_first() -> None:
         int8_call(x, one, x, one, x, one, None, False, 0.1, one, torch.empty_like(x).dtype, DEFAULT),
         torch.empty_like(x),
     )
-    assert call.kernel.__name__ == "hopper_kernel" and call.arguments["POLICY"] == ""
+    assert call.kernel.__name__ == "hopper_kernel" and call.arguments["PLAN"].POLICY == ""
 
 
 def test_a_grid_of_columns_is_not_taller_than_grids_may_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ of its own with that variable removed. Run as a script, this file prints the pla
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -145,7 +146,7 @@ def test_every_case_spells_out_a_call() -> None:
             assert str(call.arguments["o_ptr"].dtype) == f"torch.{case.output}"
             continue
         assert call.kernel.__name__ == (by_hand | anywhere).get(case.name, "short_kernel")
-        assert {"BLOCK_N", "KEYS", "SPAN"} & set(call.arguments)
+        assert {"BLOCK_N", "KEYS", "RING"} & set(call.arguments)
         general = "long_kernel" if case.tokens > 256 or case.layout == "varlen" else "short_kernel"
         assert verify_cases.kernel_call(case, "sm_80").kernel.__name__ == anywhere.get(case.name, general)
         pointers = {name: x for name, x in call.arguments.items() if isinstance(x, torch.Tensor)}
@@ -207,9 +208,12 @@ def test_whatever_an_operator_launches_is_among_the_cases(target: str) -> None:
 
 
 def constants(signature: Any) -> Hashable:
-    """Kernel, options and constants but counts of heads and blocks."""
+    """Kernel, options and constants but strides and counts of heads and blocks."""
     name, options, *arguments = signature
-    return name, options, frozenset(x for x in arguments if x[0].isupper() and x[0] not in ("HEADS", "BLOCKS"))
+    found = {x[0]: x[1] for x in arguments if x[0].isupper() and x[0] not in ("HEADS", "BLOCKS", "STRIDES")}
+    if "PLAN" in found:
+        found["PLAN"] = dataclasses.replace(found["PLAN"], HEADS=0, BLOCKS=0)
+    return name, options, frozenset(found.items())
 
 
 def test_other_numbers_of_heads_have_the_constants_of_cases() -> None:

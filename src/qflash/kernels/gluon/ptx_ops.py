@@ -35,9 +35,6 @@ from ..common.quantize_ops import MAX_BF16, MAX_F16, MIN_BF16, MIN_F16, nan_max,
 from ..common.tile_ops import MASKED, row_multiplier
 from .row_ops import beside_rows, bring_both, own_twice, upper_and_lower
 
-# the name differs between releases of Triton
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-
 # x * inverse rounded to nearest even: the low bits of its sum with 1.5 * 2**23
 ROUNDED_PRODUCT = gl.constexpr("{.reg .f32 a; fma.rn.f32 a, $1, $2, 0f4B400000; mov.b32 $0, a;}")
 # the integer itself, as a float

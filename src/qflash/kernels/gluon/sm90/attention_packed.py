@@ -21,32 +21,24 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ...common.fixed_point import inverse_of_count, split_scale, twice_mean, usable_scale
 from ...common.quantize_ops import amplitude_to_scale, higher, inverse_scale, least_to_scale, lower
-from ...common.tile_ops import MASKED, MOST_ROUNDED_KEYS, inverse_key_order, packed_sequence
+from ...common.tile_ops import inverse_key_order, packed_sequence
 from ..ptx_ops import (
     as_float32,
-    barrier,
-    fine_probabilities,
-    raised_if_needed,
     round_centered,
     round_to_int8,
-    row_exponents,
-    row_factors,
     to_shared,
     zero_point,
 )
-from ..row_ops import both_rows, own_twice, row_largest, row_sum
+from ..releases import barrier
 from .layouts import (
     channel_spans,
     float_piece,
     kernel_width,
-    product_layout,
     quad_layout,
-    quarter_layout,
-    score_layout,
     shared_layout,
     span_starts,
     span_widths,
@@ -55,26 +47,10 @@ from .layouts import (
 )
 from .packed_order import sequence_by_length
 from .query_block import (
-    add_values,
-    begin_outputs,
-    exponentiate,
-    finished,
-    fold_columns,
-    last_turns,
-    least_of_queries,
     load_channels,
     load_queries,
-    padded_columns,
-    padded_rows,
-    quarter_sums,
     read_queries,
-    row_inverses,
-    start_scores,
-    store_span,
     store_zeros,
-    stored_beside_outputs,
-    sums_of_four,
-    tile_of,
     to_fragment_order,
 )
 from .stage_kv import (
@@ -83,11 +59,12 @@ from .stage_kv import (
     natural_order,
     own_extremes,
     parts_of_sums,
-    sums_beside,
     value_maxima,
     value_ranges,
     value_scales,
 )
+from .stores import PackedKeys
+from .two_pass import attend_twice
 
 
 @gluon.jit
@@ -219,104 +196,17 @@ def _sums_of_span(v_smem, tiles, inverse_count, WARPS: gl.constexpr):
     return to_shared(-127 * sums), to_shared(natural_order(twice_mean(sums, inverse_count, False), 1))
 
 
-@gluon.constexpr_function
-def last_width(kind, tile):
-    """Return the keys of a tile of a kind of :func:`.sm90.query_block.last_turns`, where whole ones have ``tile``."""
-    return tile // 2 if kind == 2 else tile
-
-
-@gluon.jit
-def _scores(q, k_smem, tile, WIDTH: gl.constexpr, WARPS: gl.constexpr):
-    """Scores of a block of queries and the first WIDTH keys of a tile, int32."""
-    return finished(start_scores(q, tile_of(k_smem, tile, 0, WIDTH, 0), WIDTH, WARPS, 1), 0, WARPS)
-
-
-@gluon.jit
-def _attend(
-    q, query_bits, keys_usable, units, memory, output, o_stride_n: gl.constexpr, first, queries, keys,
-    CHANNELS: gl.constexpr, WARPS: gl.constexpr, EXACT: gl.constexpr, VALUE_OFFSET: gl.constexpr, OFFSET: gl.constexpr,
-    MOST: gl.constexpr, MOST_BITS: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
-    """Attention of a block of queries, from int8 queries to stored outputs."""
-    k_smem, v_smem = memory
-    sums, means, scales, offsets, o_base = output
-    M: gl.constexpr = 16 * WARPS
-    SPANS: gl.constexpr = channel_spans(CHANNELS)
-    FROM: gl.constexpr = span_starts(CHANNELS)
-    DV: gl.constexpr = value_widths(CHANNELS)
-    COUNT: gl.constexpr = len(SPANS)
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, product_layout(DV[0], WARPS), 4)
-    EIGHT: gl.constexpr = score_layout(8, WARPS)
-    usable = keys_usable & usable_scale(query_bits)
-    multiplier, fraction_bits, _ = row_factors(query_bits, units, "none", MOST, MOST_BITS)
-    tiles = gl.cdiv(keys, BLOCK_N)
-    whole = keys // BLOCK_N
-    narrow = ((keys - 1) % BLOCK_N < BLOCK_N // 2).to(gl.int32)
-    largest = gl.full((M, 8), MASKED, gl.int32, EIGHT)
-    for kind in gl.static_range(3):
-        start, stop = last_turns(kind, whole, tiles, narrow)
-        for tile in range(start, stop):
-            s = _scores(q, k_smem, tile, last_width(kind, BLOCK_N), WARPS)
-            if kind > 0:
-                s = padded_columns(s, keys - tile * BLOCK_N, MASKED)
-            largest = gl.maximum(largest, fold_columns(s, WARPS))
-    row_max = row_largest(largest)
-    slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
-    least = least_of_queries(q, row_max, multiplier, fraction_bits, CHANNELS, WARPS)
-    # keys past the last have the row maximum as score, so the largest probability; it is taken out of the row sum at the end
-    most = fine_probabilities(row_max, slope, begin, constant)
-    row_max = both_rows(row_max, M)
-    slope, begin, constant = both_rows(slope, M), both_rows(begin, M), own_twice(constant, M)
-    accumulator = begin_outputs((), DV, False, WARPS, 1)
-    total = gl.zeros((M, 4), gl.int32, quarter_layout(WARPS))
-    fine = total
-    for kind in gl.static_range(3):
-        start, stop = last_turns(kind, whole, tiles, narrow)
-        for tile in range(start, stop):
-            s = _scores(q, k_smem, tile, last_width(kind, BLOCK_N), WARPS)
-            s = raised_if_needed((s,), least, EIGHT, 1)[0]
-            if kind > 0:
-                s = padded_rows(s, keys - tile * BLOCK_N, row_max)
-            p, finer = exponentiate(s, slope, begin, constant, OPERAND, 0, BLOCK_N, EXACT, WARPS, 1)
-            accumulator = add_values(accumulator, p, tile_of(v_smem, tile, 0, last_width(kind, BLOCK_N), 1), WARPS, 1)
-            total += quarter_sums(sums_of_four(p), WARPS)
-            if EXACT:
-                fine += quarter_sums(finer, WARPS)
-    count = tiles * BLOCK_N - narrow * (BLOCK_N // 2)
-    total = row_sum(total) + (count - keys) * ((most + 64) >> 7)
-    if EXACT:
-        # few keys have the sum of rounded P, of which nothing is missing
-        fine = gl.where(keys > MOST_ROUNDED_KEYS, row_sum(fine) - (count - keys) * most, 0)
-    rows = row_inverses(total, fine, count, EXACT)
-    numerators = ()
-    for c in gl.static_range(COUNT):
-        numerator = warpgroup_mma_wait(COUNT - 1 - c, [accumulator[c]])
-        numerators = numerators + (numerator + sums_beside(sums[c], WARPS, 1),)
-    for c in gl.static_range(COUNT):
-        factor, offset = stored_beside_outputs(scales[c], WARPS, 1), 0
-        if VALUE_OFFSET:
-            offset = stored_beside_outputs(offsets[c], WARPS, 1)
-        store_span(
-            numerators[c], rows, usable, (factor, offset, 0), means[c], o_base + FROM[c], o_stride_n, first, queries, SPANS[c],
-            EXACT, WARPS,
-        )  # fmt: skip
-
-
 @gluon.jit(do_not_specialize=("share", "most_keys"))
 def packed_hopper_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, cu_q_ptr, cu_k_ptr,
-    q_stride_h: gl.constexpr, q_stride_n: gl.constexpr, k_stride_h: gl.constexpr, k_stride_n: gl.constexpr,
-    v_stride_h: gl.constexpr, v_stride_n: gl.constexpr, o_stride_h: gl.constexpr, o_stride_n: gl.constexpr,
-    constant_mantissa, constant_exponent, share, most_keys,
+    q_ptr, k_ptr, v_ptr, o_ptr, cu_q_ptr, cu_k_ptr, constant_mantissa, constant_exponent, share, most_keys,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, TILES: gl.constexpr, BLOCK_N: gl.constexpr,
-    ORDERED: gl.constexpr, EXACT: gl.constexpr, CENTER: gl.constexpr, VALUE_OFFSET: gl.constexpr, OFFSET: gl.constexpr,
-    MOST: gl.constexpr, MOST_BITS: gl.constexpr,
+    ORDERED: gl.constexpr, STRIDES: gl.constexpr, RECIPE: gl.constexpr,
 ):  # fmt: skip
     """Attention of ``share`` blocks of queries of a head of a packed sequence, which has at most TILES tiles of BLOCK_N keys.
 
     Cumulative lengths are at ``cu_q_ptr`` and ``cu_k_ptr``; tensors are (tokens, heads, channels). ORDERED is the most
     sequences that :mod:`.sm90.packed_order` puts in order, or 0 if they are taken as they lie. Outputs of sequences of more
-    than ``most_keys`` keys are NaN.
+    than ``most_keys`` keys are NaN. STRIDES and RECIPE are of :mod:`.gluon.constants`.
     """
     z, h = gl.program_id(2), gl.program_id(1)
     kv_head = h // GROUP
@@ -332,15 +222,15 @@ def packed_hopper_kernel(
     first_k, keys = packed_sequence(cu_k_ptr, z)
     too_many = keys > most_keys
     keys = gl.minimum(keys, TILES * BLOCK_N)
-    q_base = q_ptr + first_q * q_stride_n + h * q_stride_h
-    o_base = o_ptr + first_q * o_stride_n + h * o_stride_h
-    k_base = k_ptr + first_k * k_stride_n + kv_head * k_stride_h
-    v_base = v_ptr + first_k * v_stride_n + kv_head * v_stride_h
+    q_base = q_ptr + first_q * STRIDES.q[2] + h * STRIDES.q[1]
+    o_base = o_ptr + first_q * STRIDES.o[2] + h * STRIDES.o[1]
+    k_base = k_ptr + first_k * STRIDES.k[2] + kv_head * STRIDES.k[1]
+    v_base = v_ptr + first_k * STRIDES.v[2] + kv_head * STRIDES.v[1]
     block = gl.program_id(0) * share
     blocks = gl.minimum(block + share, gl.cdiv(queries, BLOCK_M))
     if (block >= blocks) | (keys == 0):
         for each in range(block, blocks):
-            store_zeros(o_base, o_stride_n, each * BLOCK_M, queries, HEAD_DIM, WARPS)
+            store_zeros(o_base, STRIDES.o[2], each * BLOCK_M, queries, HEAD_DIM, WARPS)
         return
     tiles = gl.cdiv(keys, BLOCK_N)
     inverse_count = inverse_of_count(keys)
@@ -352,28 +242,30 @@ def packed_hopper_kernel(
     # those of all spans, before any of them is waited for
     firsts = ()
     for c in gl.static_range(COUNT):
-        first = _load_tiles(k_base + FROM[c], v_base + FROM[c], k_stride_n, v_stride_n, 0, keys, SPANS[c], BLOCK_N, WARPS)
+        first = _load_tiles(k_base + FROM[c], v_base + FROM[c], STRIDES.k[2], STRIDES.v[2], 0, keys, SPANS[c], BLOCK_N, WARPS)
         firsts = firsts + (first,)
     largest = 0
     found = ()
     for c in gl.static_range(COUNT):
         amplitude, middle, value_middle, most = _ranges_of_span(
-            k_base + FROM[c], v_base + FROM[c], k_stride_n, v_stride_n, firsts[c], tiles, keys, constant_mantissa, SPANS[c],
-            CENTER, VALUE_OFFSET, BLOCK_N, WARPS,
+            k_base + FROM[c], v_base + FROM[c], STRIDES.k[2], STRIDES.v[2], firsts[c], tiles, keys, constant_mantissa, SPANS[c],
+            RECIPE.CENTER, RECIPE.VALUE_OFFSET, BLOCK_N, WARPS,
         )  # fmt: skip
         largest = gl.maximum(largest, amplitude)
         found = found + ((middle, value_middle, most, firsts[c]),)
     key_scale = amplitude_to_scale(largest.to(gl.float32, bitcast=True))
     key_bits = key_scale.to(gl.int32, bitcast=True)
     inverse = inverse_scale(key_scale, False)
-    scales = ()
-    offsets = ()
+    factors = ()
     for c in gl.static_range(COUNT):
         scale, offset = _fill_span(
-            k_base + FROM[c], v_base + FROM[c], k_stride_n, v_stride_n, k_smem[c], v_smem[c], tiles, keys, inverse, found[c],
-            SPANS[c], CENTER, VALUE_OFFSET, TILES, BLOCK_N, WARPS,
+            k_base + FROM[c], v_base + FROM[c], STRIDES.k[2], STRIDES.v[2], k_smem[c], v_smem[c], tiles, keys, inverse,
+            found[c], SPANS[c], RECIPE.CENTER, RECIPE.VALUE_OFFSET, TILES, BLOCK_N, WARPS,
         )  # fmt: skip
-        scales, offsets = scales + (scale,), offsets + (offset,)
+        if RECIPE.VALUE_OFFSET:
+            factors = factors + ((scale, offset, 0),)
+        else:
+            factors = factors + ((scale, 0, 0),)
     fence_async_shared()
     barrier()
     sums = ()
@@ -384,15 +276,15 @@ def packed_hopper_kernel(
     barrier()
     keys_usable = usable_scale(key_bits) & (too_many == 0)
     key_mantissa, key_exponent = split_scale(key_bits)
-    units = key_mantissa, key_exponent, constant_mantissa, constant_exponent
-    memory = k_smem, v_smem
-    output = sums, means, scales, offsets, o_base
+    query_scales = keys_usable, (0, 0, 0), (key_mantissa, key_exponent, constant_mantissa, constant_exponent)
+    store = PackedKeys(k_smem, v_smem, keys, BLOCK_N, (1, 1, 1), (0, 0, 0))
+    output = means, factors, o_base
     for each in range(block, blocks):
-        words = load_queries(q_base, q_stride_n, each * BLOCK_M, queries, HEAD_DIM, WARPS, 1, "")
+        words = load_queries(q_base, STRIDES.q[2], each * BLOCK_M, queries, HEAD_DIM, WARPS, 1, "")
         q, query_bits = read_queries(
-            words, q_ptr.dtype.element_ty, q_base, 0, 0, each * BLOCK_M, queries, True, True, WARPS
+            words, q_ptr.dtype.element_ty, q_base, 0, 0, each * BLOCK_M, queries, RECIPE, WARPS
         )  # fmt: skip
-        _attend(
-            q, query_bits, keys_usable, units, memory, output, o_stride_n, each * BLOCK_M, queries, keys, HEAD_DIM, WARPS,
-            EXACT, VALUE_OFFSET, OFFSET, MOST, MOST_BITS, BLOCK_N,
+        attend_twice(
+            q, query_bits, query_scales, store, sums, output, STRIDES.o[2], each * BLOCK_M, queries, HEAD_DIM, WARPS, "end",
+            RECIPE,
         )  # fmt: skip

@@ -48,28 +48,24 @@ from ... import tiles
 from ...common.dependent_launch import wait_for_kernels
 from ...common.fixed_point import split_scale, twice_mean, usable_scale
 from ...common.quantize_ops import amplitude_to_scale, nan_max
-from ...common.tile_ops import MASKED
 from ..ptx_ops import (
-    barrier,
     keep_apart,
-    least_if_needed,
     output_factors,
     raised_if_needed,
-    row_exponents,
     row_factors,
     wait_for_copies,
 )
-from ..row_ops import beside_rows, both_rows, own_twice, row_largest, row_sum
+from ..releases import barrier
+from ..row_ops import row_sum
 from .layouts import (
     channel_spans,
     depth,
     eight_layout,
-    in_memory,
+    inverse_count,
     is_crowded,
     output_layout,
     part_layout,
     product_layout,
-    quarter_layout,
     row_starts,
     row_widths,
     score_layout,
@@ -85,7 +81,6 @@ from .query_block import (
     exponentiate,
     finished,
     fold_columns,
-    least_of_queries,
     load_queries,
     part_sums,
     quarter_sums,
@@ -93,15 +88,17 @@ from .query_block import (
     row_amplitude,
     row_inverses,
     start_scores,
-    store_span,
     stored_beside_outputs,
     stored_columns,
     sums_of_four,
     to_fragment_order,
     unpack_queries,
 )
+from .rows import finished_outputs, query_factors, row_maximum, row_numbers, store_outputs
 from .stage_kv import all_quads, copy_keys, load_quads, quantize_keys, quantize_values, sums_aside, sums_beside
+from .stores import first_channels, first_keys, known_keys, tile_at
 from .tail_queries import last_queries, last_rows, load_last
+from .two_pass import attend_twice
 
 SHORT_ROW = gl.constexpr(tiles.SHORT_ROW)
 # of -127, modulo 2**32: a product with it divides multiples of -127 exactly
@@ -119,99 +116,8 @@ def _all_scores(q, k_smem, WIDTHS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl
     """Start the products of a block of queries with all tiles of keys: a tuple of accumulators under way."""
     scores = ()
     for t in gl.static_range(len(WIDTHS)):
-        scores = scores + (start_scores(q, k_smem[t], WIDTHS[t], WARPS, ACROSS),)
+        scores = scores + (start_scores(q, first_keys(k_smem[t], WIDTHS[t]), WARPS, ACROSS),)
     return scores
-
-
-@gluon.jit
-def _tile_at(whole, i):
-    """The spans of whole tile ``i``."""
-    spans = ()
-    for c in gl.static_range(len(whole)):
-        spans = spans + (whole[c].index(i),)
-    return spans
-
-
-@gluon.jit
-def _first_rows(v, D: gl.constexpr):
-    """Spans of a tile of V, (channels, keys), without the rows past their channels."""
-    spans = ()
-    for c in gl.static_range(len(D)):
-        if v[c].shape[0] > D[c]:
-            spans = spans + (v[c].slice(0, D[c], 0),)
-        else:
-            spans = spans + (v[c],)
-    return spans
-
-
-@gluon.jit
-def _first_walk(q, k_whole, k_smem, KEYS: gl.constexpr, TURN: gl.constexpr, WARPS: gl.constexpr):
-    """First pass over the keys: maxima of columns eight apart of a block's scores, int32 (rows, 8). Scores are not kept."""
-    WIDTHS: gl.constexpr = row_widths(KEYS)
-    TURNS: gl.constexpr = KEYS // (128 * TURN)
-    largest = gl.full((16 * WARPS, 8), MASKED, gl.int32, score_layout(8, WARPS))
-    for turn in range(TURNS):
-        scores = ()
-        for i in gl.static_range(TURN):
-            scores = scores + (start_scores(q, _tile_at(k_whole, turn * TURN + i), 128, WARPS, 1),)
-        for i in gl.static_range(TURN):
-            s = finished(scores[i], len(q) * (TURN - 1 - i), WARPS)
-            largest = gl.maximum(largest, fold_columns(s, WARPS))
-    for t in gl.static_range(TURNS * TURN, len(WIDTHS)):
-        s_t = finished(start_scores(q, k_smem[t], WIDTHS[t], WARPS, 1), 0, WARPS)
-        largest = gl.maximum(largest, fold_columns(s_t, WARPS))
-    return largest
-
-
-@gluon.jit
-def _tile_probabilities(
-    q, k, row, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, EXACT: gl.constexpr, WARPS: gl.constexpr,
-    OPERAND: gl.constexpr,
-):  # fmt: skip
-    """:func:`.sm90.query_block.exponentiate` of a tile of keys from START on; the scores are computed again.
-
-    ``row`` is (least score, slope, begin, constant) of each row: :func:`.gluon.ptx_ops.row_exponents`.
-    """
-    least, slope, begin, constant = row
-    s = finished(start_scores(q, k, WIDTH, WARPS, 1), 0, WARPS)
-    s = raised_if_needed((s,), least, score_layout(8, WARPS), 1)[0]
-    return exponentiate(s, slope, begin, constant, OPERAND, START, KEYS, EXACT, WARPS, 1)
-
-
-@gluon.jit
-def _second_walk(
-    q, k_whole, v_whole, k_smem, v_smem, accumulator, row, CHANNELS: gl.constexpr, KEYS: gl.constexpr, TURN: gl.constexpr,
-    EXACT: gl.constexpr, WARPS: gl.constexpr, OPERAND: gl.constexpr,
-):  # fmt: skip
-    """Second pass over the keys: (accumulators of P V, the last products under way; sums of stored P per row; with EXACT
-    those of P before rounding)."""
-    WIDTHS: gl.constexpr = row_widths(KEYS)
-    STARTS: gl.constexpr = row_starts(KEYS)
-    TURNS: gl.constexpr = KEYS // (128 * TURN)
-    total = gl.zeros((16 * WARPS, 4), gl.int32, quarter_layout(WARPS))
-    fine = total
-    for turn in range(TURNS):
-        for i in gl.static_range(TURN):
-            p, finer = _tile_probabilities(
-                q, _tile_at(k_whole, turn * TURN + i), row, 0, 128, KEYS, EXACT, WARPS, OPERAND
-            )  # fmt: skip
-            v = _first_rows(_tile_at(v_whole, turn * TURN + i), value_widths(CHANNELS))
-            accumulator = add_values(accumulator, p, v, WARPS, 1)
-            total += quarter_sums(sums_of_four(p), WARPS)
-            if EXACT:
-                fine += quarter_sums(finer, WARPS)
-    for t in gl.static_range(TURNS * TURN, len(WIDTHS)):
-        p_t, finer_t = _tile_probabilities(q, k_smem[t], row, STARTS[t], WIDTHS[t], KEYS, EXACT, WARPS, OPERAND)
-        accumulator = add_values(accumulator, p_t, v_smem[t], WARPS, 1)
-        total += quarter_sums(sums_of_four(p_t), WARPS)
-        if EXACT:
-            fine += quarter_sums(finer_t, WARPS)
-    total = row_sum(total)
-    if EXACT:
-        fine = row_sum(fine)
-    else:
-        fine = total
-    return accumulator, total, fine
 
 
 @gluon.jit
@@ -225,7 +131,7 @@ def _parts_of_row(parts, WARPS: gl.constexpr, ACROSS: gl.constexpr):
 
 
 @gluon.jit
-def _means_of(x, INVERSE_COUNT: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+def _means_of(x, INVERSE_COUNT: gl.constexpr):
     """Twice the means of V's channels, int32 (rows, channels) like ``x``, -127 times V's sums in every row."""
     M: gl.constexpr = x.shape[0]
     D: gl.constexpr = x.shape[1]
@@ -238,39 +144,25 @@ def _means_of(x, INVERSE_COUNT: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.co
 
 
 @gluon.jit
-def _less_missing(numerator, missing, mean, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """Negative numerators less what the missing mass of their rows adds to them: accumulators."""
-    L: gl.constexpr = numerator.type.layout
-    S: gl.constexpr = score_layout(numerator.shape[1], WARPS, ACROSS)
-    x = gl.convert_layout(numerator, S, assert_trivial=True)
-    x -= beside_rows(both_rows(missing, numerator.shape[0]), S) * gl.convert_layout(mean, S, assert_trivial=True)
-    return gl.convert_layout(x, L, assert_trivial=True)
-
-
-@gluon.jit
-def _block(
-    q, scores, query_bits, row, keys_usable, units, memory, output, o_stride_n: gl.constexpr, first, queries,
+def _attend_held(
+    q, scores, query_bits, scales, v_smem, exchange, sums, output, o_stride_n: gl.constexpr, first, queries,
     CHANNELS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr, SUMS: gl.constexpr,
-    TURN: gl.constexpr, QUANTIZE: gl.constexpr, EXACT: gl.constexpr, INVERSE_COUNT: gl.constexpr,
-    VALUE_OFFSET: gl.constexpr, WALK: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr,
+    RECIPE: gl.constexpr,
 ):  # fmt: skip
-    """Attention of a block of queries, from scores to stored outputs.
+    """Attention of a block of queries from scores that registers hold, to stored outputs.
 
     Args:
-        scores: products with the keys, under way; none where the keys pass twice.
-        row: what :func:`.gluon.ptx_ops.row_factors` returns if queries have one scale; else it is computed here from
-            ``units``.
-        memory: shared memory, span by span: keys and values per tile, whole tiles also in one piece, and what warps of
-            a row exchange (probabilities, maxima, row sums).
-        output: sums, means, factors and pointer. The sums are -127 times V's channel sums, and the means those of its
-            channels, from :func:`.sm90.stage_kv.sums_aside`; if sums are added at the end and registers allow, from
-            :func:`.sm90.stage_kv.sums_beside`. The factors are per span.
+        q, scores: int8 queries, and their products with all tiles of keys, under way.
+        query_bits, scales: see :func:`.sm90.rows.query_factors`.
+        exchange: shared memory for what warps of a row exchange: probabilities, maxima, row sums.
+        sums: -127 times V's channel sums, from :func:`.sm90.stage_kv.sums_aside`; if they are added at the end and registers
+            allow, from :func:`.sm90.stage_kv.sums_beside`.
+        output: means of V's channels, from the former, too; output factors; the pointer to outputs.
     """
-    k_smem, v_smem, k_whole, v_whole, p_smem, most_smem, total_smem, fine_smem = memory
-    sums, means, factors, o_base = output
-    TWICE: gl.constexpr = TURN > 0
+    means, factors, o_base = output
+    p_smem, most_smem, total_smem, fine_smem = exchange
     M: gl.constexpr = 16 * WARPS
-    SPANS: gl.constexpr = len(q)
+    SPANS: gl.constexpr = len(v_smem[0])
     WIDTHS: gl.constexpr = row_widths(KEYS, ACROSS)
     STARTS: gl.constexpr = row_starts(KEYS)
     TILES: gl.constexpr = len(WIDTHS)
@@ -286,63 +178,43 @@ def _block(
             # -127 times the sums of V's channels, in every row
             number = gl.full((M, v_smem[t][0].shape[1]), -127, gl.int8, OPERAND)
             accumulator = add_values(accumulator, number, v_smem[t], WARPS, ACROSS)
-    usable = keys_usable & usable_scale(query_bits)
-    if query_bits.type.is_block():
-        row = row_factors(query_bits, units, "none", MOST, MOST_BITS)
-    multiplier, fraction_bits, _ = row
-    ready = ()
-    if TWICE:
-        largest = _first_walk(q, k_whole, k_smem, KEYS, TURN, WARPS)
-    else:
-        ready = (finished(scores[0], SPANS * (TILES - 1 + BEHIND), WARPS, ACROSS),)
-        largest = fold_columns(ready[0], WARPS, ACROSS)
-        for t in gl.static_range(1, TILES):
-            ready = ready + (finished(scores[t], SPANS * (TILES - 1 - t + BEHIND), WARPS, ACROSS),)
-            largest = gl.maximum(largest, fold_columns(ready[t], WARPS, ACROSS))
-    if PRODUCTS and EXACT:
+    usable, multiplier, fraction_bits = query_factors(query_bits, scales, RECIPE)
+    ready = (finished(scores[0], SPANS * (TILES - 1 + BEHIND), WARPS, ACROSS),)
+    largest = fold_columns(ready[0], WARPS, ACROSS)
+    for t in gl.static_range(1, TILES):
+        ready = ready + (finished(scores[t], SPANS * (TILES - 1 - t + BEHIND), WARPS, ACROSS),)
+        largest = gl.maximum(largest, fold_columns(ready[t], WARPS, ACROSS))
+    if PRODUCTS and RECIPE.EXACT:
         means = ()
         finished_sums = ()
         for c in gl.static_range(SPANS):
             x = warpgroup_mma_wait(0, [accumulator[c]])
-            means = means + (_means_of(x, INVERSE_COUNT, WARPS, ACROSS),)
+            means = means + (_means_of(x, inverse_count(KEYS)),)
             finished_sums = finished_sums + (warpgroup_mma_init(x),)
         accumulator = finished_sums
-    # With one scale for all queries little is computed per row, and one row per thread gains nothing.
-    ONE: gl.constexpr = ACROSS == 1 and query_bits.type.is_block()
-    if ONE:
-        row_max = row_largest(largest)
-    elif ACROSS == 1:
-        row_max = gl.max(largest, 1)
-    else:
+    if ACROSS > 1:
         most_smem.store(gl.max(gl.reshape(largest, (M, ACROSS, 8)), 2))
-        row_max = gl.convert_layout(gl.max(most_smem.load(part_layout(WARPS, ACROSS)), 1), RL, assert_trivial=True)
-    if QUANTIZE and WARPS == 4 and ACROSS == 1 and not TWICE:
+        largest = most_smem.load(part_layout(WARPS, ACROSS))
+    row_max = row_maximum(largest, multiplier, WARPS, ACROSS)
+    if RECIPE.QUANTIZE and WARPS == 4 and ACROSS == 1:
         # measured: with three programs per SM 2 to 3 % faster in several waves, 2 to 3 % slower in one wave
-        keep_apart(units[2], 2)
-    slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
+        keep_apart(scales[2][2], 2)
     if KEYS > SHORT_ROW:
-        # shorter rows on three programs per SM have no registers for queries beside scores
-        least = least_of_queries(q, row_max, multiplier, fraction_bits, CHANNELS, WARPS)
+        bounding = q
     else:
-        least = least_if_needed(row_max, CHANNELS << 14, multiplier, fraction_bits)
-    if ONE:
-        slope, begin, constant = both_rows(slope, M), both_rows(begin, M), own_twice(constant, M)
+        # on three programs per SM there are no registers for queries beside scores
+        bounding = ()
+    row = row_numbers(bounding, row_max, multiplier, fraction_bits, CHANNELS, RECIPE.OFFSET, WARPS)
     EIGHT: gl.constexpr = score_layout(8 * ACROSS, WARPS, ACROSS)
     APART: gl.constexpr = PRODUCTS or is_crowded(KEYS)
-    if TWICE:
-        accumulator = begin_outputs(sums, value_widths(CHANNELS), SUMS == "begin", WARPS, ACROSS)
-        accumulator, total, fine = _second_walk(
-            q, k_whole, v_whole, k_smem, v_smem, accumulator, (least, slope, begin, constant), CHANNELS, KEYS, TURN, EXACT,
-            WARPS, OPERAND,
-        )  # fmt: skip
-    elif not APART:
-        ready = raised_if_needed(ready, least, EIGHT, ACROSS)
-    for t in gl.static_range(len(ready)):
+    if not APART:
+        ready = raised_if_needed(ready, row.least, EIGHT, ACROSS)
+    for t in gl.static_range(TILES):
         s = ready[t]
         if APART:
             # a program alone on its SM is faster if it starts on the first tile, though each tile costs a branch
-            s = raised_if_needed((s,), least, EIGHT, ACROSS)[0]
-        p, finer = exponentiate(s, slope, begin, constant, OPERAND, STARTS[t], KEYS, EXACT, WARPS, ACROSS)
+            s = raised_if_needed((s,), row.least, EIGHT, ACROSS)[0]
+        p, finer = exponentiate(s, row.slope, row.begin, row.constant, OPERAND, STARTS[t], KEYS, RECIPE.EXACT, WARPS, ACROSS)
         if ACROSS == 1:
             if t == 0 and not PRODUCTS:
                 accumulator = begin_outputs(sums, value_widths(CHANNELS), SUMS == "begin", WARPS, ACROSS)
@@ -354,20 +226,20 @@ def _block(
             parts = more
         else:
             parts += gl.convert_layout(more, parts.type.layout, assert_trivial=True)
-        if EXACT:
+        if RECIPE.EXACT:
             more = _parts_of_row(finer, WARPS, ACROSS)
             if t == 0:
                 fine_parts = more
             else:
                 fine_parts += gl.convert_layout(more, fine_parts.type.layout, assert_trivial=True)
-    if ACROSS == 1 and not TWICE:
+    if ACROSS == 1:
         total = row_sum(parts)
         fine = total
-        if EXACT:
+        if RECIPE.EXACT:
             fine = row_sum(fine_parts)
-    elif not TWICE:
+    else:
         total_smem.store(gl.sum(gl.reshape(parts, (M, ACROSS, 32 // ACROSS)), 2))
-        if EXACT:
+        if RECIPE.EXACT:
             fine_smem.store(gl.sum(gl.reshape(fine_parts, (M, ACROSS, 32 // ACROSS)), 2))
         fence_async_shared()
         barrier()
@@ -377,36 +249,13 @@ def _block(
             accumulator = add_values(accumulator, p_smem[t], v_smem[t], WARPS, ACROSS)
         total = gl.convert_layout(gl.sum(total_smem.load(part_layout(WARPS, ACROSS)), 1), RL, assert_trivial=True)
         fine = total
-        if EXACT:
+        if RECIPE.EXACT:
             fine = gl.convert_layout(gl.sum(fine_smem.load(part_layout(WARPS, ACROSS)), 1), RL, assert_trivial=True)
-    numerators = ()
-    for c in gl.static_range(SPANS):
-        numerator = warpgroup_mma_wait(SPANS - 1 - c, [accumulator[c]])
-        if SUMS == "end" and in_memory(sums[c].type.layout):
-            numerator += sums_beside(sums[c], WARPS, ACROSS)
-        elif SUMS == "end":
-            numerator += sums[c]
-        numerators = numerators + (numerator,)
-    row_numbers = row_inverses(total, fine, stored_columns(WIDTHS), EXACT)
-    ASIDE: gl.constexpr = EXACT and not PRODUCTS
-    SPAN: gl.constexpr = channel_spans(CHANNELS)
-    FROM: gl.constexpr = span_starts(CHANNELS)
-    for c in gl.static_range(SPANS):
-        mean = 0
-        numerator = numerators[c]
-        if ASIDE:
-            mean = means[c]
-        elif EXACT:
-            numerator = _less_missing(numerator, row_numbers[2], means[c], WARPS, ACROSS)
-        factor, shift, half = factors[c]
-        if QUANTIZE and WALK:
-            factor = stored_beside_outputs(factor, WARPS, ACROSS)
-            if VALUE_OFFSET:
-                shift = stored_beside_outputs(shift, WARPS, ACROSS)
-        store_span(
-            numerator, row_numbers, usable, (factor, shift, half), mean, o_base + FROM[c], o_stride_n, first,
-            queries, SPAN[c], ASIDE, WARPS, ACROSS,
-        )  # fmt: skip
+    COUNT: gl.constexpr = stored_columns(WIDTHS)
+    numerators = finished_outputs(accumulator, sums, SUMS == "end", WARPS, ACROSS)
+    rows = row_inverses(total, fine, COUNT, RECIPE.EXACT)
+    output = means, factors, o_base
+    store_outputs(numerators, rows, usable, output, o_stride_n, first, queries, CHANNELS, RECIPE.EXACT, WARPS, ACROSS)
 
 
 @gluon.jit
@@ -433,7 +282,7 @@ def _allocate(
             k_whole = k_whole + (_allocate_tiles(KEYS // 128, 128, D[c]),)
             v_whole = v_whole + (_allocate_tiles(KEYS // 128, max(DV[c], VALUE_LEAST), 128),)
         for i in gl.static_range(KEYS // 128):
-            k_smem, v_tall = k_smem + (_tile_at(k_whole, i),), v_tall + (_tile_at(v_whole, i),)
+            k_smem, v_tall = k_smem + (tile_at(k_whole, i),), v_tall + (tile_at(v_whole, i),)
     for i in gl.static_range(len(k_smem), len(WIDTHS)):
         keys = ()
         values = ()
@@ -457,13 +306,8 @@ def _allocate(
 @gluon.jit
 def _head(
     tensors, scales, memory, block, blocks, step, last_too, queries, constant_mantissa, constant_exponent,
-    q_stride_n: gl.constexpr, k_stride_n: gl.constexpr, v_stride_n: gl.constexpr, o_stride_n: gl.constexpr,
-    qs_stride_n: gl.constexpr, vs_stride_d: gl.constexpr, os_stride_d: gl.constexpr, vo_stride_d: gl.constexpr,
-    HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, BLOCK_M: gl.constexpr, EXACT: gl.constexpr, INVERSE_COUNT: gl.constexpr,
-    VALUE_OFFSET: gl.constexpr, OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr,
-    CENTER: gl.constexpr,
-    QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WALK: gl.constexpr,
-    TAIL: gl.constexpr, ACROSS: gl.constexpr, SUMS: gl.constexpr, TURN: gl.constexpr, POLICY: gl.constexpr,
+    HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, BLOCK_M: gl.constexpr, STRIDES: gl.constexpr, RECIPE: gl.constexpr,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
     """Attention of blocks ``block``, ``block + step``, ... below ``blocks`` of one head.
 
@@ -483,45 +327,48 @@ def _head(
     COUNT: gl.constexpr = len(SPANS)
     D: gl.constexpr = span_widths(HEAD_DIM)
     WARPS: gl.constexpr = BLOCK_M // 16
+    ACROSS: gl.constexpr = PLAN.ACROSS
     ALL: gl.constexpr = WARPS * ACROSS
     WIDTHS: gl.constexpr = row_widths(KEYS, ACROSS)
     STARTS: gl.constexpr = row_starts(KEYS)
     TILES: gl.constexpr = len(WIDTHS)
-    TWICE: gl.constexpr = TURN > 0
+    TWICE: gl.constexpr = PLAN.UNROLL > 0
+    SUMS: gl.constexpr = PLAN.SUMS
+    POLICY: gl.constexpr = PLAN.POLICY
 
     # prefetch: queries arrive while keys and values, or the block before, are computed
-    following = load_queries(q_base, q_stride_n, block * BLOCK_M, queries, HEAD_DIM, WARPS, ACROSS, POLICY)
-    if TAIL and QUANTIZE:
-        last = load_last(q_base, q_stride_n, blocks * BLOCK_M, queries, TAIL, HEAD_DIM, WARPS, POLICY)
+    following = load_queries(q_base, STRIDES.q[2], block * BLOCK_M, queries, HEAD_DIM, WARPS, ACROSS, POLICY)
+    if PLAN.TAIL and RECIPE.QUANTIZE:
+        last = load_last(q_base, STRIDES.q[2], blocks * BLOCK_M, queries, PLAN.TAIL, HEAD_DIM, WARPS, POLICY)
     v_smem = ()
     for i in gl.static_range(TILES):
-        v_smem = v_smem + (_first_rows(v_tall[i], DV),)
+        v_smem = v_smem + (first_channels(v_tall[i], DV),)
 
     head_bits = 0
     factors = ()
     TOGETHER: gl.constexpr = not TWICE and COUNT == 1
-    EARLY: gl.constexpr = QUANTIZE and QUERY_TOKEN and not WALK and TOGETHER and not is_crowded(KEYS)
-    if QUANTIZE:
+    EARLY: gl.constexpr = RECIPE.QUANTIZE and RECIPE.QUERY_TOKEN and not PLAN.LOOPS and TOGETHER and not is_crowded(KEYS)
+    if RECIPE.QUANTIZE:
         # all loads are issued before the first use, as far as registers allow
-        k = all_quads(k_base, k_stride_n, WIDTHS, KEYS, HEAD_DIM, True, ALL, POLICY, True)
+        k = all_quads(k_base, STRIDES.k[2], WIDTHS, KEYS, HEAD_DIM, True, ALL, POLICY, True)
         v = ()
         if TOGETHER:
-            v = all_quads(v_base, v_stride_n, WIDTHS, KEYS, HEAD_DIM, False, ALL, POLICY, VALUE_OFFSET)
+            v = all_quads(v_base, STRIDES.v[2], WIDTHS, KEYS, HEAD_DIM, False, ALL, POLICY, RECIPE.VALUE_OFFSET)
         if EARLY:
             # queries arrive first, and until keys and values do there is nothing else to compute
             q, query_bits = read_queries(
-                following, DTYPE, qs_base, qs_stride_n, 0, block * BLOCK_M, queries, QUANTIZE, QUERY_TOKEN, WARPS, ACROSS
-            )
-        key_bits = quantize_keys(k, k_smem, constant_mantissa, CENTER, ALL)
+                following, DTYPE, qs_base, STRIDES.qs[2], 0, block * BLOCK_M, queries, RECIPE, WARPS, ACROSS
+            )  # fmt: skip
+        key_bits = quantize_keys(k, k_smem, constant_mantissa, RECIPE.CENTER, ALL)
         if not TOGETHER:
             # registers suffice for keys or for values, not for both
-            v = all_quads(v_base, v_stride_n, WIDTHS, KEYS, HEAD_DIM, False, ALL, POLICY, VALUE_OFFSET)
-        if not QUERY_TOKEN:
+            v = all_quads(v_base, STRIDES.v[2], WIDTHS, KEYS, HEAD_DIM, False, ALL, POLICY, RECIPE.VALUE_OFFSET)
+        if not RECIPE.QUERY_TOKEN:
             # one scale for the head's queries: a pass to find it; they are loaded again for the blocks
-            words = load_queries(q_base, q_stride_n, 0, queries, HEAD_DIM, WARPS, ACROSS, "")
+            words = load_queries(q_base, STRIDES.q[2], 0, queries, HEAD_DIM, WARPS, ACROSS, "")
             largest = row_amplitude(unpack_queries(words, DTYPE, WARPS, ACROSS), WARPS, ACROSS)
             for start in range(BLOCK_M, queries, BLOCK_M):
-                words = load_queries(q_base, q_stride_n, start, queries, HEAD_DIM, WARPS, ACROSS, "")
+                words = load_queries(q_base, STRIDES.q[2], start, queries, HEAD_DIM, WARPS, ACROSS, "")
                 more = row_amplitude(unpack_queries(words, DTYPE, WARPS, ACROSS), WARPS, ACROSS)
                 largest = nan_max(largest, more)
             if ACROSS == 1:
@@ -531,7 +378,7 @@ def _head(
         for i in gl.static_range(TILES):
             for c in gl.static_range(COUNT):
                 rows = k_smem[i][c].slice(0, depth(WIDTHS[i]), 0)
-                copy_keys(k_base + FROM[c], k_stride_n, rows, STARTS[i], WIDTHS[i], KEYS, SPANS[c], ALL)
+                copy_keys(k_base + FROM[c], STRIDES.k[2], rows, STARTS[i], WIDTHS[i], KEYS, SPANS[c], ALL)
         async_copy.commit_group()
         v = ()
         for i in gl.static_range(TILES):
@@ -539,19 +386,19 @@ def _head(
             values = ()
             for c in gl.static_range(COUNT):
                 x = load_quads(
-                    v_base + FROM[c], v_stride_n, STARTS[i], WIDTHS[i], KEYS, SPANS[c], False, ALL, depth(WIDTHS[i]), POLICY,
+                    v_base + FROM[c], STRIDES.v[2], STARTS[i], WIDTHS[i], KEYS, SPANS[c], False, ALL, depth(WIDTHS[i]), POLICY,
                     False,
                 )  # fmt: skip
                 values = values + (x,)
             v = v + (values,)
         key_bits = gl.load(ks_base)
-        if not QUERY_TOKEN:
+        if not RECIPE.QUERY_TOKEN:
             head_bits = gl.load(qs_base)
         for c in gl.static_range(COUNT):
             factor = output_factors(
-                o_base, vs_base + FROM[c] * vs_stride_d, vs_stride_d, os_base + FROM[c] * os_stride_d, os_stride_d,
-                vo_base + FROM[c] * vo_stride_d, vo_stride_d, SPANS[c], DV[c], VALUE_CHANNEL, OUTPUT_CHANNEL, VALUE_OFFSET, ALL,
-                gl.SliceLayout(0, output_layout(DV[c], WARPS, ACROSS)),
+                o_base, vs_base + FROM[c] * STRIDES.vs[2], STRIDES.vs[2], os_base + FROM[c] * STRIDES.os[2], STRIDES.os[2],
+                vo_base + FROM[c] * STRIDES.vo[2], STRIDES.vo[2], SPANS[c], DV[c], RECIPE.VALUE_CHANNEL, RECIPE.OUTPUT_CHANNEL,
+                RECIPE.VALUE_OFFSET, ALL, gl.SliceLayout(0, output_layout(DV[c], WARPS, ACROSS)),
             )  # fmt: skip
             factors = factors + (factor,)
         for i in gl.static_range(TILES):
@@ -562,54 +409,54 @@ def _head(
     key_mantissa, key_exponent = split_scale(key_bits)
     units = key_mantissa, key_exponent, constant_mantissa, constant_exponent
     row = 0, 0, 0
-    if not QUERY_TOKEN:
-        row = row_factors(head_bits, units, "none", MOST, MOST_BITS)
-    if TAIL:
+    if not RECIPE.QUERY_TOKEN:
+        row = row_factors(head_bits, units, "none", RECIPE.MOST, RECIPE.MOST_BITS)
+    if PLAN.TAIL:
         last_smem = ()
         for c in gl.static_range(COUNT):
-            last_smem = last_smem + (allocate(TAIL, D[c]),)
-        if not QUANTIZE:
-            last = load_last(q_base, q_stride_n, blocks * BLOCK_M, queries, TAIL, HEAD_DIM, WARPS, POLICY)
+            last_smem = last_smem + (allocate(PLAN.TAIL, D[c]),)
+        if not RECIPE.QUANTIZE:
+            last = load_last(q_base, STRIDES.q[2], blocks * BLOCK_M, queries, PLAN.TAIL, HEAD_DIM, WARPS, POLICY)
         last_bits = last_queries(
-            last, last_smem, qs_base, qs_stride_n, head_bits, blocks * BLOCK_M, queries, QUANTIZE, QUERY_TOKEN, WARPS
-        )
+            last, last_smem, qs_base, STRIDES.qs[2], head_bits, blocks * BLOCK_M, queries, RECIPE, WARPS
+        )  # fmt: skip
     if EARLY:
         # the products with the keys run while the values are quantised
         fence_async_shared()
         barrier()
         scores = _all_scores(q, k_smem, WIDTHS, WARPS, ACROSS)
-    if QUANTIZE:
+    if RECIPE.QUANTIZE:
         # their scales are read after the next barrier, in the layout of outputs
         scale_smem, offset_smem = quantize_values(
-            v, v_smem, constant_mantissa, KEYS, WIDTHS, VALUE_OFFSET, VALUE_CHANNEL, ALL, ACROSS
+            v, v_smem, constant_mantissa, KEYS, WIDTHS, RECIPE.VALUE_OFFSET, RECIPE.VALUE_CHANNEL, ALL, ACROSS
         )
     fence_async_shared()
     barrier()
-    if QUANTIZE:
+    if RECIPE.QUANTIZE:
         # Where a program has several blocks, each loads them when it stores its outputs: registers are short before.
         for c in gl.static_range(COUNT):
-            factor = scale_smem[c] if WALK else stored_beside_outputs(scale_smem[c], WARPS, ACROSS)
+            factor = scale_smem[c] if PLAN.LOOPS else stored_beside_outputs(scale_smem[c], WARPS, ACROSS)
             offset = 0
-            if VALUE_OFFSET:
-                offset = offset_smem[c] if WALK else stored_beside_outputs(offset_smem[c], WARPS, ACROSS)
+            if RECIPE.VALUE_OFFSET:
+                offset = offset_smem[c] if PLAN.LOOPS else stored_beside_outputs(offset_smem[c], WARPS, ACROSS)
             factors = factors + ((factor, offset, 0),)
     left = ()
     means = ()
     if SUMS != "products":
-        left, means = sums_aside(v_smem, SUMS, EXACT, INVERSE_COUNT, ALL, ACROSS)
+        left, means = sums_aside(v_smem, SUMS, RECIPE.EXACT, KEYS, ALL, ACROSS)
     sums = left
-    if SUMS == "end" and not (TWICE or QUANTIZE):
+    if SUMS == "end" and not (TWICE or RECIPE.QUANTIZE):
         sums = ()
         for c in gl.static_range(COUNT):
             sums = sums + (sums_beside(left[c], WARPS, ACROSS),)
 
-    memory = k_smem, v_smem, k_whole, v_whole, p_smem, most_smem, total_smem, fine_smem
-    output = sums, means, factors, o_base
+    exchange = p_smem, most_smem, total_smem, fine_smem
+    output = means, factors, o_base
+    query_scales = keys_usable, row, units
     if EARLY:
-        _block(
-            q, scores, query_bits, row, keys_usable, units, memory, output, o_stride_n, block * BLOCK_M, queries, HEAD_DIM,
-            KEYS, WARPS, ACROSS, SUMS, TURN, QUANTIZE, EXACT, INVERSE_COUNT, VALUE_OFFSET, WALK, OFFSET,
-            MOST, MOST_BITS,
+        _attend_held(
+            q, scores, query_bits, query_scales, v_smem, exchange, sums, output, STRIDES.o[2], block * BLOCK_M, queries,
+            HEAD_DIM, KEYS, WARPS, ACROSS, SUMS, RECIPE,
         )  # fmt: skip
         for i in gl.static_range(TILES):
             # Triton sees the last use of the keys where products start; these still read the keys afterwards
@@ -620,115 +467,87 @@ def _head(
             first = block * BLOCK_M
             words = following
             block += step
-            if WALK:
-                following = load_queries(q_base, q_stride_n, block * BLOCK_M, queries, HEAD_DIM, WARPS, ACROSS, POLICY)
+            if PLAN.LOOPS:
+                following = load_queries(q_base, STRIDES.q[2], block * BLOCK_M, queries, HEAD_DIM, WARPS, ACROSS, POLICY)
             q, query_bits = read_queries(
-                words, DTYPE, qs_base, qs_stride_n, head_bits, first, queries, QUANTIZE, QUERY_TOKEN, WARPS, ACROSS
-            )
-            scores = ()
-            if not TWICE:
-                scores = _all_scores(q, k_smem, WIDTHS, WARPS, ACROSS)
-            _block(
-                q, scores, query_bits, row, keys_usable, units, memory, output, o_stride_n, first, queries, HEAD_DIM, KEYS,
-                WARPS, ACROSS, SUMS, TURN, QUANTIZE, EXACT, INVERSE_COUNT, VALUE_OFFSET, WALK,
-                OFFSET, MOST, MOST_BITS,
+                words, DTYPE, qs_base, STRIDES.qs[2], head_bits, first, queries, RECIPE, WARPS, ACROSS
             )  # fmt: skip
+            if TWICE:
+                store = known_keys(k_whole, v_whole, k_smem, v_smem, DV, KEYS, PLAN.UNROLL)
+                attend_twice(
+                    q, query_bits, query_scales, store, sums, output, STRIDES.o[2], first, queries, HEAD_DIM, WARPS, SUMS,
+                    RECIPE,
+                )  # fmt: skip
+            else:
+                scores = _all_scores(q, k_smem, WIDTHS, WARPS, ACROSS)
+                _attend_held(
+                    q, scores, query_bits, query_scales, v_smem, exchange, sums, output, STRIDES.o[2], first, queries, HEAD_DIM,
+                    KEYS, WARPS, ACROSS, SUMS, RECIPE,
+                )  # fmt: skip
 
-    if TAIL:
+    if PLAN.TAIL:
         if last_too:
             last_rows(
-                last_smem, last_bits, row, keys_usable, units, k_smem, v_tall, left, means, factors, o_base, o_stride_n,
-                blocks * BLOCK_M, queries, SUMS, HEAD_DIM, KEYS, WARPS, OFFSET, MOST, MOST_BITS, EXACT, QUANTIZE and WALK,
-                VALUE_OFFSET,
+                last_smem, last_bits, query_scales, k_smem, v_tall, left, output, STRIDES.o[2], blocks * BLOCK_M, queries,
+                HEAD_DIM, KEYS, WARPS, SUMS, RECIPE,
             )  # fmt: skip
 
 
 # Compiled once for all batches: Triton would otherwise specialise these on 1 and on multiples of 16.
 @gluon.jit(do_not_specialize=("share", "total"))
 def hopper_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, vo_ptr,
-    q_stride_z: gl.constexpr, q_stride_h: gl.constexpr, q_stride_n: gl.constexpr,
-    k_stride_z: gl.constexpr, k_stride_h: gl.constexpr, k_stride_n: gl.constexpr,
-    v_stride_z: gl.constexpr, v_stride_h: gl.constexpr, v_stride_n: gl.constexpr,
-    o_stride_z: gl.constexpr, o_stride_h: gl.constexpr, o_stride_n: gl.constexpr,
-    qs_stride_z: gl.constexpr, qs_stride_h: gl.constexpr, qs_stride_n: gl.constexpr,
-    ks_stride_z: gl.constexpr, ks_stride_h: gl.constexpr,
-    vs_stride_z: gl.constexpr, vs_stride_h: gl.constexpr, vs_stride_d: gl.constexpr,
-    os_stride_z: gl.constexpr, os_stride_h: gl.constexpr, os_stride_d: gl.constexpr,
-    vo_stride_z: gl.constexpr, vo_stride_h: gl.constexpr, vo_stride_d: gl.constexpr,
-    queries, constant_mantissa, constant_exponent, share, total,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, BLOCK_M: gl.constexpr, EXACT: gl.constexpr,
-    INVERSE_COUNT: gl.constexpr, VALUE_OFFSET: gl.constexpr,
-    OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
-    QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, WALK: gl.constexpr,
-    TAIL: gl.constexpr, ACROSS: gl.constexpr, SUMS: gl.constexpr, TURN: gl.constexpr,
-    BLOCKS: gl.constexpr, HEADS: gl.constexpr, SPREAD: gl.constexpr, POLICY: gl.constexpr, DEPENDENT: gl.constexpr,
+    q_ptr, k_ptr, v_ptr, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, vo_ptr, queries, constant_mantissa, constant_exponent,
+    share, total, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, BLOCK_M: gl.constexpr,
+    STRIDES: gl.constexpr, RECIPE: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """Attention of blocks of queries; launched by :func:`.dispatch.launch_attention` and :func:`.dispatch.launch_fused`.
 
-    Which blocks a program takes: with BLOCKS (the blocks per head), ``share`` consecutive ones of the ``total`` blocks
-    of HEADS heads per batch element, head after head; if BLOCKS is 0, every n-th block of the one head that its
-    place in the grid names. With SPREAD the first programs of all heads come before the second ones.
-
-    Constants of the kernel:
-
-    * QUANTIZE: query, key and value are float, their scales are found here and the output is float.
-    * EXACT, INVERSE_COUNT: the row sum is that of probabilities before rounding; 2**31 / KEYS.
-    * VALUE_OFFSET: float outputs get an offset per channel; with QUANTIZE the values are centred.
-    * WALK: a program takes more than one block of queries.
-    * TAIL: places for tail queries past whole blocks, 8 or 16; 0 if there are none or they are a block.
-    * ACROSS: warps that share sixteen queries; each has a part of the keys of the scores and of the channels of the
-      outputs.
-    * TURN: tiles of 128 keys per iteration of the loops where keys pass twice; 0 where scores are resident.
-    * SUMS: how the storage offset is corrected by -127 times the sums of V's channels. Products with V "begin" at them,
-      they are added at the "end", or they are "products" of V with -127 in every block.
-    * POLICY: the L2 eviction policy of what is read.
-    * DEPENDENT: see :func:`..heuristics.dependent_launch`.
+    Which blocks a program takes: with ``PLAN.BLOCKS``, ``share`` consecutive ones of the ``total`` blocks
+    of all heads, head after head; else, every n-th block of the one head that its
+    place in the grid names. STRIDES, RECIPE and PLAN are of :mod:`.gluon.constants`.
     """
+    DEPENDENT: gl.constexpr = PLAN.DEPENDENT
     wait_for_kernels(DEPENDENT)
-    memory = _allocate(HEAD_DIM, KEYS, BLOCK_M, TAIL, ACROSS, TURN > 0)
-    if BLOCKS:
+    memory = _allocate(HEAD_DIM, KEYS, BLOCK_M, PLAN.TAIL, PLAN.ACROSS, PLAN.UNROLL > 0)
+    if PLAN.BLOCKS:
         at = gl.program_id(0) * share
         end = gl.minimum(at + share, total)
-        heads = at // BLOCKS, (end - 1) // BLOCKS + 1
+        heads = at // PLAN.BLOCKS, (end - 1) // PLAN.BLOCKS + 1
     else:
         heads = 0, 1
     for head in range(heads[0], heads[1]):
-        if BLOCKS:
-            z = (head // HEADS).to(gl.int64)
-            h = head % HEADS
-            block = gl.maximum(at - head * BLOCKS, 0)
-            blocks = gl.minimum(end - head * BLOCKS, BLOCKS)
+        if PLAN.BLOCKS:
+            z = (head // PLAN.HEADS).to(gl.int64)
+            h = head % PLAN.HEADS
+            block = gl.maximum(at - head * PLAN.BLOCKS, 0)
+            blocks = gl.minimum(end - head * PLAN.BLOCKS, PLAN.BLOCKS)
             step = 1
-            last_too = blocks == BLOCKS
+            last_too = blocks == PLAN.BLOCKS
         else:
-            z = gl.program_id(1 if SPREAD else 2).to(gl.int64)
-            h = gl.program_id(0 if SPREAD else 1)
-            block = gl.program_id(2 if SPREAD else 0)
-            blocks = queries // BLOCK_M if TAIL else gl.cdiv(queries, BLOCK_M)
-            step = gl.num_programs(2 if SPREAD else 0)
+            z = gl.program_id(1 if PLAN.SPREAD else 2).to(gl.int64)
+            h = gl.program_id(0 if PLAN.SPREAD else 1)
+            block = gl.program_id(2 if PLAN.SPREAD else 0)
+            blocks = queries // BLOCK_M if PLAN.TAIL else gl.cdiv(queries, BLOCK_M)
+            step = gl.num_programs(2 if PLAN.SPREAD else 0)
             last_too = block + 1 == step
         kv_head = h // GROUP
         tensors = (
-            q_ptr + z * q_stride_z + h * q_stride_h,
-            k_ptr + z * k_stride_z + kv_head * k_stride_h,
-            v_ptr + z * v_stride_z + kv_head * v_stride_h,
-            o_ptr + z * o_stride_z + h * o_stride_h,
+            q_ptr + z * STRIDES.q[0] + h * STRIDES.q[1],
+            k_ptr + z * STRIDES.k[0] + kv_head * STRIDES.k[1],
+            v_ptr + z * STRIDES.v[0] + kv_head * STRIDES.v[1],
+            o_ptr + z * STRIDES.o[0] + h * STRIDES.o[1],
         )
         scales = (
-            qs_ptr.to(gl.pointer_type(gl.int32)) + z * qs_stride_z + h * qs_stride_h,
-            ks_ptr.to(gl.pointer_type(gl.int32)) + z * ks_stride_z + kv_head * ks_stride_h,
-            vs_ptr + z * vs_stride_z + kv_head * vs_stride_h,
-            os_ptr + z * os_stride_z + h * os_stride_h,
-            vo_ptr + z * vo_stride_z + kv_head * vo_stride_h,
+            qs_ptr.to(gl.pointer_type(gl.int32)) + z * STRIDES.qs[0] + h * STRIDES.qs[1],
+            ks_ptr.to(gl.pointer_type(gl.int32)) + z * STRIDES.ks[0] + kv_head * STRIDES.ks[1],
+            vs_ptr + z * STRIDES.vs[0] + kv_head * STRIDES.vs[1],
+            os_ptr + z * STRIDES.os[0] + h * STRIDES.os[1],
+            vo_ptr + z * STRIDES.vo[0] + kv_head * STRIDES.vo[1],
         )
         _head(
-            tensors, scales, memory, block, blocks, step, last_too, queries, constant_mantissa, constant_exponent,
-            q_stride_n, k_stride_n, v_stride_n, o_stride_n, qs_stride_n, vs_stride_d, os_stride_d, vo_stride_d,
-            HEAD_DIM, KEYS, BLOCK_M, EXACT, INVERSE_COUNT, VALUE_OFFSET, OFFSET, MOST, MOST_BITS, QUANTIZE, CENTER,
-            QUERY_TOKEN, VALUE_CHANNEL, OUTPUT_CHANNEL,
-            WALK, TAIL, ACROSS, SUMS, TURN, POLICY,
+            tensors, scales, memory, block, blocks, step, last_too, queries, constant_mantissa, constant_exponent, HEAD_DIM,
+            KEYS, BLOCK_M, STRIDES, RECIPE, PLAN,
         )  # fmt: skip
-        if BLOCKS:
+        if PLAN.BLOCKS:
             # the next head's keys and values overwrite these
             barrier()

@@ -38,7 +38,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma_wait,
 )
 
@@ -47,7 +46,6 @@ from ...common.fixed_point import inverse_of_count, split_scale, twice_mean, usa
 from ...common.quantize_ops import CHUNKS
 from ...common.tile_ops import MASKED, MOST_ROUNDED_KEYS, channel_of_row, packed_sequence, packed_start
 from ..ptx_ops import (
-    barrier,
     fine_probabilities,
     least_score,
     magnitudes,
@@ -58,6 +56,7 @@ from ..ptx_ops import (
     row_factors,
     to_shared,
 )
+from ..releases import barrier, load_tile
 from ..row_ops import beside_rows, both_rows, one_row, own_twice, row_largest, row_sum
 from .layouts import (
     channel_spans,
@@ -78,7 +77,6 @@ from .query_block import (
     last_turns,
     load_queries,
     padded_columns,
-    padded_rows,
     pairs_twice,
     quarter_sums,
     read_queries,
@@ -91,9 +89,6 @@ from .query_block import (
     tile_of,
 )
 from .stage_kv import sums_beside
-
-# the names differ between releases of Triton
-_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 # Below 96 channels registers are short after quantisation, and always with the ptxas of Triton 3.9, which then waits for
 # every product (warning C7512). Queries in shared memory leave room. Where registers suffice this is 1 to 4 % slower.
@@ -143,7 +138,7 @@ def _load_keys(descriptions, row, column, bar, smem, slot, wanted, HEAD_DIM: gl.
     """Start the copies of a step of keys, span by span, to a slot; ``bar`` says when they have arrived."""
     FROM: gl.constexpr = span_starts(HEAD_DIM)
     for c in gl.static_range(len(smem)):
-        _load(descriptions[c], [row, column + FROM[c]], bar, smem[c].index(slot), pred=wanted)
+        load_tile(descriptions[c], [row, column + FROM[c]], bar, smem[c].index(slot), pred=wanted)
 
 
 @gluon.jit
@@ -151,7 +146,7 @@ def _load_values(descriptions, row, column, bar, smem, slot):
     """Start the copies of a tile of packed values, span by span; see :func:`_load_keys`."""
     first = row
     for c in gl.static_range(len(smem)):
-        _load(descriptions[c], [first, column], bar, smem[c].index(slot))
+        load_tile(descriptions[c], [first, column], bar, smem[c].index(slot))
         first += smem[c].shape[1]
 
 
@@ -206,10 +201,7 @@ def long_hopper_kernel(
     os_stride_z, os_stride_h, os_stride_d,
     vo_stride_z, vo_stride_h, vo_stride_d,
     cu_q_ptr, cu_k_ptr, queries, keys, parts, inverse_count, constant_mantissa, constant_exponent,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, SPAN: gl.constexpr, UNROLL: gl.constexpr,
-    LEFT: gl.constexpr, WHOLE: gl.constexpr, VARLEN: gl.constexpr, EXACT: gl.constexpr, VALUE_OFFSET: gl.constexpr,
-    OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr,
-    QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, RING: gl.constexpr, RECIPE: gl.constexpr,
 ):  # fmt: skip
     """Attention of one block of queries; launched by :func:`.dispatch.launch_attention`.
 
@@ -230,7 +222,7 @@ def long_hopper_kernel(
     q_base, o_base = q_ptr + z * q_stride_z + h * q_stride_h, o_ptr + z * o_stride_z + h * o_stride_h
     k_row, v_row, v_column = gl.program_id(2) * k_rows_z + kv_head * k_rows_h, head, 0
     first = gl.program_id(0) * BLOCK_M
-    if VARLEN:
+    if RING.VARLEN:
         most_keys = keys
         first_q, queries = packed_sequence(cu_q_ptr, z)
         first_k, keys = packed_sequence(cu_k_ptr, z)
@@ -243,6 +235,9 @@ def long_hopper_kernel(
             store_zeros(o_base, o_stride_n, first, queries, HEAD_DIM, BLOCK_M // 16)
             return
     qs_base = qs_ptr.to(gl.pointer_type(gl.int32)) + z * qs_stride_z + h * qs_stride_h
+    SPAN: gl.constexpr = RING.SPAN
+    UNROLL: gl.constexpr = RING.UNROLL
+    LEFT: gl.constexpr = RING.LEFT
     SPANS: gl.constexpr = channel_spans(HEAD_DIM)
     FROM: gl.constexpr = span_starts(HEAD_DIM)
     D: gl.constexpr = span_widths(HEAD_DIM)
@@ -280,7 +275,7 @@ def long_hopper_kernel(
     for index in gl.static_range(SLOTS):
         mbarrier.expect(ready.index(index), KEY_BYTES)
         step = index
-        if VARLEN:
+        if RING.VARLEN:
             # after a single step the second pass begins with the other slot
             step = gl.minimum(index, steps - 1)
         _load_keys(k_descs, k_row + step * SPAN, k_column, ready.index(index), k_smem, index, True, HEAD_DIM)
@@ -297,7 +292,7 @@ def long_hopper_kernel(
         of_span = sums_ptr + head * parts * WIDTH + FROM[c]
         of_rows = -127 * _value_sums(of_span, parts, WIDTH, DV[c], WARPS, True)
         sums = sums + (to_shared(pairs_twice(of_rows)) if BEGIN else to_shared(of_rows),)
-        if EXACT:
+        if RECIPE.EXACT:
             mean = twice_mean(_value_sums(of_span, parts, WIDTH, DV[c], WARPS, False), inverse_count, False)
             means = means + (to_shared(mean),)
         else:
@@ -306,20 +301,20 @@ def long_hopper_kernel(
             o_ptr, vs_ptr + z * vs_stride_z + kv_head * vs_stride_h + FROM[c] * vs_stride_d, vs_stride_d,
             os_ptr + z * os_stride_z + h * os_stride_h + FROM[c] * os_stride_d, os_stride_d,
             vo_ptr + z * vo_stride_z + kv_head * vo_stride_h + FROM[c] * vo_stride_d, vo_stride_d, SPANS[c], DV[c],
-            VALUE_CHANNEL, OUTPUT_CHANNEL, VALUE_OFFSET, WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]),
+            RECIPE.VALUE_CHANNEL, RECIPE.OUTPUT_CHANNEL, RECIPE.VALUE_OFFSET, WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]),
         )  # fmt: skip
         factors = factors + (_put_aside(found),)
     head_bits = 0
-    if not QUERY_TOKEN:
+    if not RECIPE.QUERY_TOKEN:
         head_bits = gl.load(qs_base)
     key_bits = gl.load(ks_ptr.to(gl.pointer_type(gl.int32)) + z * ks_stride_z + kv_head * ks_stride_h)
     spans, query_bits = read_queries(
-        words, q_ptr.dtype.element_ty, qs_base, qs_stride_n, head_bits, first, queries, QUANTIZE, QUERY_TOKEN, WARPS
+        words, q_ptr.dtype.element_ty, qs_base, qs_stride_n, head_bits, first, queries, RECIPE, WARPS
     )
     q = ()
     for c in gl.static_range(COUNT):
         q = q + (gl.convert_layout(spans[c], gl.DotOperandLayout(0, S, 4), assert_trivial=True),)
-    IN_MEMORY: gl.constexpr = HEAD_DIM < 96 and (QUANTIZE or SHORT_OF_REGISTERS)
+    IN_MEMORY: gl.constexpr = HEAD_DIM < 96 and (RECIPE.QUANTIZE or SHORT_OF_REGISTERS)
     operand = q
     if IN_MEMORY:
         operand = ()
@@ -329,21 +324,22 @@ def long_hopper_kernel(
         fence_async_shared()
         barrier()
     usable = usable_scale(key_bits) & usable_scale(query_bits)
-    if VARLEN:
+    if RING.VARLEN:
         usable = usable & (keys <= most_keys)
     key_mantissa, key_exponent = split_scale(key_bits)
     units = key_mantissa, key_exponent, constant_mantissa, constant_exponent
-    multiplier, fraction_bits, _ = row_factors(query_bits, units, "none", MOST, MOST_BITS)
+    multiplier, fraction_bits, _ = row_factors(query_bits, units, "none", RECIPE.MOST, RECIPE.MOST_BITS)
 
     turns = steps // UNROLL
     # iterations of whole steps; a last one that is not whole has a loop of its own in both passes
     whole = keys // (UNROLL * SPAN)
     narrow = 0
-    if VARLEN:
+    if RING.VARLEN:
         # the same kernel for all lengths: whether half of the last tile is enough is seen here
         narrow = ((keys - 1) % TILE < TILE // 2).to(gl.int32)
     largest = gl.full((BLOCK_M, 8), MASKED, gl.int32, score_layout(8, WARPS))
-    for last in gl.static_range(turn_kinds(VARLEN)):
+    nothing = gl.to_tensor(MASKED)
+    for last in gl.static_range(turn_kinds(RING.VARLEN)):
         start, stop = last_turns(last, whole, turns, narrow)
         for turn in range(start, stop):
             # all products of an iteration are started before the first maximum
@@ -353,13 +349,13 @@ def long_hopper_kernel(
                 mbarrier.wait(ready.index(slot), (turn // 2) & 1)
                 for half in gl.static_range(tile_count(step_columns(place, UNROLL, last, SPAN, LEFT))):
                     k = tile_of(k_smem, slot, half * TILE, tile_width(half, step_columns(place, UNROLL, last, SPAN, LEFT)), 0)
-                    scores = scores + (start_scores(operand, k, k[0].shape[0], WARPS, 1),)
+                    scores = scores + (start_scores(operand, k, WARPS, 1),)
             for tile in gl.static_range(len(scores)):
                 step = UNROLL * turn + tile // HALVES
                 slot = turn % 2 * UNROLL + tile // HALVES
                 s = finished(scores[tile], COUNT * (len(scores) - 1 - tile), WARPS)
-                if last and not WHOLE:
-                    s = padded_columns(s, keys - step * SPAN - (tile % HALVES) * TILE, MASKED)
+                if last and not RING.WHOLE:
+                    s = padded_columns(s, keys - step * SPAN - (tile % HALVES) * TILE, nothing)
                 largest = gl.maximum(largest, fold_columns(s, WARPS))
                 if tile % HALVES == HALVES - 1 or tile == len(scores) - 1:
                     # These keys are read: refill their slot. After the last ones come the first keys of the second pass.
@@ -376,7 +372,7 @@ def long_hopper_kernel(
     magnitude = one_row(beside_rows(gl.convert_layout(sizes, RL, assert_trivial=True), EIGHT) + largest * 0)
     wrap = gl.max(gl.reshape(may_wrap(magnitude, row_max, multiplier, fraction_bits), (2 * BLOCK_M,)), 0) > 0
     least = both_rows(least_score(row_max, multiplier, fraction_bits), BLOCK_M)
-    slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
+    slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, RECIPE.OFFSET)
     # keys past the last have the row maximum as score, so the largest probability; it is taken out of the row sum at the end
     most = fine_probabilities(row_max, slope, begin, constant)
     row_max = both_rows(row_max, BLOCK_M)
@@ -393,9 +389,9 @@ def long_hopper_kernel(
     APART: gl.constexpr = UNROLL == 1 and LEFT == SPAN
     if APART:
         whole = gl.where(wrap, 0, whole)
-    if VARLEN:
+    if RING.VARLEN:
         narrow = gl.where(wrap, 0, narrow)
-    for last in gl.static_range(turn_kinds(VARLEN)):
+    for last in gl.static_range(turn_kinds(RING.VARLEN)):
         start, stop = last_turns(last, whole, turns, narrow)
         for turn in range(start, stop):
             for place in gl.static_range(UNROLL):
@@ -404,7 +400,7 @@ def long_hopper_kernel(
                 v_slot = (place if UNROLL == 2 else step % 2) * HALVES
                 for half in gl.static_range(tile_count(step_columns(place, UNROLL, last, SPAN, LEFT))):
                     k = tile_of(k_smem, slot, half * TILE, tile_width(half, step_columns(place, UNROLL, last, SPAN, LEFT)), 0)
-                    s = finished(start_scores(operand, k, k[0].shape[0], WARPS, 1), 0, WARPS)
+                    s = finished(start_scores(operand, k, WARPS, 1), 0, WARPS)
                     if half == tile_count(step_columns(place, UNROLL, last, SPAN, LEFT)) - 1:
                         # these keys are read, and so are the values of the step before: refill both
                         barrier()
@@ -418,40 +414,40 @@ def long_hopper_kernel(
                                 _load_values(v_descs, v_row * WIDTH, column, ready.index(slot), v_smem, v_other)
                     if last:
                         s = raised(s, least)
-                        if not WHOLE:
-                            s = padded_rows(s, keys - step * SPAN - half * TILE, row_max)
+                        if not RING.WHOLE:
+                            s = padded_columns(s, keys - step * SPAN - half * TILE, row_max)
                     elif not APART:  # nested: a compile-time condition is not combined with one of run time
                         if wrap:
                             s = raised(s, least)
-                    p, finer = exponentiate(s, slope, begin, constant, OPERAND, 0, TILE, EXACT, WARPS, 1)
+                    p, finer = exponentiate(s, slope, begin, constant, OPERAND, 0, TILE, RECIPE.EXACT, WARPS, 1)
                     if half == 0:
                         # wait for these values, and for the keys of the next step
                         mbarrier.wait(ready.index(other), ((passed + step + 1) // 2) & 1)
                     v = tile_of(v_smem, v_slot + half, 0, tile_width(half, step_columns(place, UNROLL, last, SPAN, LEFT)), 1)
                     accumulator = add_values(accumulator, p, v, WARPS, 1)
                     total += quarter_sums(sums_of_four(p), WARPS)
-                    if EXACT:
+                    if RECIPE.EXACT:
                         fine += quarter_sums(finer, WARPS)
     count = (steps - 1) * SPAN + LEFT
-    if VARLEN:
+    if RING.VARLEN:
         count -= narrow * (TILE // 2)
     total = row_sum(total) + (count - keys) * ((most + 64) >> 7)
-    if EXACT:
+    if RECIPE.EXACT:
         fine = row_sum(fine) - (count - keys) * most
-        if VARLEN:
+        if RING.VARLEN:
             # few keys have the sum of rounded P, of which nothing is missing
             fine = gl.where(keys > MOST_ROUNDED_KEYS, fine, 0)
     if HEAD_DIM % 16:
         # Triton specialises on multiples of 16 only, and would store one number at a time
         o_base = o_ptr + z * (o_stride_z // 8 * 8) + h * (o_stride_h // 8 * 8)
-        if VARLEN:
+        if RING.VARLEN:
             o_base += first_q * o_stride_n
-    row_numbers = row_inverses(total, fine, count, EXACT)
+    row_numbers = row_inverses(total, fine, count, RECIPE.EXACT)
     for c in gl.static_range(COUNT):
         numerator = warpgroup_mma_wait(COUNT - 1 - c, [accumulator[c]])
         if not BEGIN:
             numerator += sums_beside(sums[c], WARPS, 1)
         store_span(
             numerator, row_numbers, usable, _taken_back(factors[c], WARPS), means[c], o_base + FROM[c], o_stride_n, first,
-            queries, SPANS[c], EXACT, WARPS,
+            queries, SPANS[c], RECIPE.EXACT, WARPS,
         )  # fmt: skip

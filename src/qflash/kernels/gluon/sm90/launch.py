@@ -44,6 +44,7 @@ from ...tiles import (
     widest_span,
 )
 from ...triton.launch import one_element, pack_value, varlen_arguments
+from ..constants import Ring, recipe_of, strides_of
 from .rules import (
     choose_linear_tiles,
     division,
@@ -124,23 +125,26 @@ def resident_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch
     call, kernel = request.call, _resident_kernel()
     work = request.work
     tiles = split_sm90_resident(tiles, work)
-    constants = row_arguments(request, tiles) | division(tiles, work, call.heads)
-    turn, whole_blocks = constants["TURN"], constants["BLOCKS"]
-    # measured: where keys are read once 1 % at most, or slower; on int8 not yet
-    constants["POLICY"] = eviction_policy(call.query, call.key, call.value, request.output) if request.fused and turn else ""
-    constants["DEPENDENT"] = dependent_attention(request)
-    options = launch_options(tiles) | {"launch_pdl": constants["DEPENDENT"] != ""}
-    scores = ScoreTile(tiles.block_m, 128 * turn if turn else sum(row_widths(call.keys)), whole=not turn)
+    plan, dependent, policy = division(tiles, work, call.heads), dependent_attention(request), ""
+    if request.fused and plan.UNROLL:
+        # measured: where keys are read once 1 % at most, or slower; on int8 not yet
+        policy = eviction_policy(call.query, call.key, call.value, request.output)
+    plan = dataclasses.replace(plan, POLICY=policy, DEPENDENT=dependent)
+    constants = row_arguments(request, tiles)
+    constants |= {"RECIPE": recipe_of(constants), "PLAN": plan}
+    options = launch_options(tiles) | {"launch_pdl": dependent != ""}
+    columns = 128 * plan.UNROLL if plan.UNROLL else sum(row_widths(call.keys))
+    scores = ScoreTile(tiles.block_m, columns, whole=not plan.UNROLL)
     launches = []
     for part in parts(request):
         grid = (tiles.splits, call.heads, part.batch)
-        total = whole_blocks * call.heads * part.batch
+        total = plan.BLOCKS * call.heads * part.batch
         share = triton.cdiv(total, max(1, tiles.programs))
-        if constants["SPREAD"]:
+        if plan.SPREAD:
             grid = (call.heads, part.batch, tiles.splits)
         elif total:
             grid = (triton.cdiv(total, share), 1, 1)
-        arguments = part.arguments | constants | {"share": share, "total": total}
+        arguments = part.arguments | constants | {"share": share, "total": total, "STRIDES": strides_of(part.arguments, True)}
         arguments = {name: arguments[name] for name in kernel.arg_names}
         launches.append(KernelLaunch(kernel, grid, arguments, options, "sm90.resident", scores))
     return launches
@@ -196,17 +200,14 @@ def last_step(keys: int, span: int) -> int:
     return whole * _STREAMING_TILE + (max(64, triton.next_power_of_2(left)) if left else 0)
 
 
-def _streaming_arguments(
-    key: torch.Tensor, value: torch.Tensor, rows: tuple[int, int, int], steps: tuple[int, int]
-) -> dict[str, Any]:
+def _streaming_arguments(key: torch.Tensor, value: torch.Tensor, rows: tuple[int, int, int], span: int) -> dict[str, Any]:
     """Return what :mod:`.sm90.attention_streaming` takes in place of pointers to keys and packed values.
 
-    ``rows`` is from :func:`rows_of_keys`, ``steps`` as from :func:`streaming_steps`.
+    ``rows`` is from :func:`rows_of_keys`; ``span`` is the keys of a step.
     """
     batch, heads, keys, channels = key.shape
     widths, value_widths = ([width(part) for part in channel_spans(channels)] for width in (kernel_width, value_width))
     packed_rows = batch * heads * packed_width(channels)
-    span, unroll = steps
     rows_z, rows_h, columns_h = rows
     count = (batch - 1) * rows_z + (heads - 1) * rows_h + keys
     columns, padded = (heads - 1) * columns_h + channels, value.stride(3)
@@ -217,8 +218,6 @@ def _streaming_arguments(
         "k_last_desc": k_descs[-1],
         "v_desc": v_descs[0],
         "v_last_desc": v_descs[-1],
-        "SPAN": span,
-        "UNROLL": unroll,
         "k_rows_z": rows_z,
         "k_rows_h": rows_h,
         "k_columns_h": columns_h,
@@ -260,16 +259,16 @@ def streaming_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunc
         request = dataclasses.replace(request, call=call)
     tiles = tiles._replace(block_m=64, warps=4, registers=_streaming_registers(call.head_dim))
     constants = call_arguments(request, tiles) | {"keys": call.keys, "inverse_count": fp.inverse_count(call.keys)}
-    constants["QUANTIZE"] = call.query.dtype != torch.int8
+    constants["RECIPE"] = recipe_of(constants | {"QUANTIZE": call.query.dtype != torch.int8})
     rows, blocks = rows_of_keys(call.key), triton.cdiv(call.queries, tiles.block_m)
     assert rows is not None
-    steps = streaming_steps(call.value_dim, call.keys)
-    constants |= {"LEFT": last_step(call.keys, steps[0]), "WHOLE": call.keys % steps[0] == 0}
-    constants |= {"VARLEN": False, "cu_q_ptr": call.query, "cu_k_ptr": call.query}
+    span, unroll = streaming_steps(call.value_dim, call.keys)
+    constants["RING"] = Ring(span, unroll, last_step(call.keys, span), call.keys % span == 0, False)
+    constants |= {"cu_q_ptr": call.query, "cu_k_ptr": call.query}
     for part in parts(request):
         arguments = part.arguments | constants | {"sums_ptr": part.of(sums), "parts": sums.shape[2]}
-        arguments |= _streaming_arguments(part.of(call.key)[: part.batch], part.of(call.value)[: part.batch], rows, steps)
-        scores = ScoreTile(tiles.block_m, arguments["SPAN"] * arguments["UNROLL"], whole=False)
+        arguments |= _streaming_arguments(part.of(call.key)[: part.batch], part.of(call.value)[: part.batch], rows, span)
+        scores = ScoreTile(tiles.block_m, span * unroll, whole=False)
         arguments = {name: arguments[name] for name in kernel.arg_names}
         grid = (blocks, call.heads, part.batch)
         launches.append(KernelLaunch(kernel, grid, arguments, launch_options(tiles), "sm90.streaming", scores))
@@ -313,9 +312,10 @@ def packed_launch(call: VarlenCall, out: torch.Tensor) -> KernelLaunch:
         "most_keys": lengths.most_keys,
         "TILES": triton.cdiv(lengths.most_keys, tile),
         "ORDERED": packed_order(lengths.sequences, lengths.most_keys),
-        "EXACT": recipe.takes_exact_sum(lengths.most_keys),
-        "CENTER": recipe.smooth_key,
     }
+    exact = recipe.takes_exact_sum(lengths.most_keys)
+    arguments |= {"QUANTIZE": True, "CENTER": recipe.smooth_key, "QUERY_TOKEN": True, "EXACT": exact}
+    arguments |= {"RECIPE": recipe_of(arguments), "STRIDES": strides_of(arguments, False)}
     arguments = {name: arguments[name] for name in kernel.arg_names}
     scores = ScoreTile(tiles.block_m, tile, whole=False)
     return KernelLaunch(kernel, (parts, heads, lengths.sequences), arguments, launch_options(tiles), "sm90.packed", scores)
@@ -345,14 +345,11 @@ def varlen_launch(call: VarlenCall, out: torch.Tensor) -> KernelLaunch:
     rows = rows_of_keys(one.key)
     assert rows is not None
     arguments = call_arguments(request, tiles) | varlen_arguments(call, out)
-    arguments |= _streaming_arguments(one.key, one.value, rows, (_STREAMING_TILE, 1))
+    arguments |= _streaming_arguments(one.key, one.value, rows, _STREAMING_TILE)
+    exact = call.recipe.takes_exact_sum(lengths.most_keys)
     arguments |= {
-        "LEFT": _STREAMING_TILE,
-        "WHOLE": False,
-        "VARLEN": True,
-        "QUANTIZE": True,
-        "QUERY_TOKEN": True,
-        "EXACT": call.recipe.takes_exact_sum(lengths.most_keys),
+        "RING": Ring(_STREAMING_TILE, 1, _STREAMING_TILE, False, True),
+        "RECIPE": recipe_of(arguments | {"QUANTIZE": True, "QUERY_TOKEN": True, "EXACT": exact}),
         "queries": lengths.most_queries,
         "keys": lengths.most_keys,
         "inverse_count": 0,  # found for each sequence

@@ -24,6 +24,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ....specification.fixed_point import inverse_count as inverse_of
 from ...tiles import channel_spans as spans_of
 from ...tiles import is_crowded as crowded
 from ...tiles import kernel_width as width_of
@@ -31,6 +32,7 @@ from ...tiles import row_widths as widths_of
 from ...tiles import value_width as value_width_of
 
 channel_spans = gluon.constexpr_function(spans_of)
+inverse_count = gluon.constexpr_function(inverse_of)
 is_crowded = gluon.constexpr_function(crowded)
 kernel_width = gluon.constexpr_function(width_of)
 value_width = gluon.constexpr_function(value_width_of)
@@ -79,6 +81,12 @@ def product_layout(width, warps, across=1):
 def in_memory(layout):
     """Tell whether a layout is one of shared memory."""
     return isinstance(layout, (gl.NVMMASharedLayout, gl.SwizzledSharedLayout))
+
+
+@gluon.constexpr_function
+def is_stored(kind):
+    """Tell by its type whether something is in shared memory."""
+    return in_memory(getattr(kind, "layout", None))
 
 
 @gluon.constexpr_function

@@ -21,14 +21,12 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ...common.dependent_launch import wait_for_kernels
 from ...common.fixed_point import multiply_round
 from ...common.network_ops import ACTIVATION_LIMIT, TAIL_END, less_tail, places_of
-from ..ptx_ops import barrier
-
-_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+from ..releases import barrier, load_tile
 
 # mul(sums * 2**left + bias, R, 32) in two instructions; the second is that of multiply_round. Apart they take more registers.
 RESCALED = gl.constexpr("""{.reg .s32 t; .reg .s64 a;
@@ -212,8 +210,10 @@ def _load_step(
     """Start the copies of step k of tile (m, n) into a slot of the ring, unless the tile lies below the last."""
     wanted = m < high
     mbarrier.expect(ready.index(slot), (BLOCK_M + BLOCK_N) * BLOCK_K, pred=wanted)
-    _load(x_desc, [m * BLOCK_M, k * BLOCK_K], ready.index(slot), x_smem.index(slot), pred=wanted)
-    _load(weight_desc, [n * (BLOCK_N // GROUP), 0, 0, 0, k * BLOCK_K], ready.index(slot), weight_smem.index(slot), pred=wanted)
+    load_tile(x_desc, [m * BLOCK_M, k * BLOCK_K], ready.index(slot), x_smem.index(slot), pred=wanted)
+    load_tile(
+        weight_desc, [n * (BLOCK_N // GROUP), 0, 0, 0, k * BLOCK_K], ready.index(slot), weight_smem.index(slot), pred=wanted
+    )
 
 
 @gluon.jit(

@@ -48,6 +48,7 @@ from .layouts import (
     eight_layout,
     half_layout,
     in_memory,
+    is_stored,
     kernel_width,
     output_layout,
     pairs_layout,
@@ -81,17 +82,10 @@ def last_turns(KIND: gl.constexpr, whole, turns, narrow):
 
 @gluon.jit
 def padded_columns(s, there, filler):
-    """A tile of scores with ``filler`` in the columns of keys past the last; ``there`` keys are left."""
+    """A tile of scores with ``filler``, one or one per row, in the columns of keys past the last; ``there`` keys are left."""
     L: gl.constexpr = s.type.layout
     n = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, L))
-    return gl.where((n < there)[None, :], s, filler)
-
-
-@gluon.jit
-def padded_rows(s, there, filler):
-    """:func:`padded_columns` with a filler per row."""
-    L: gl.constexpr = s.type.layout
-    return padded_columns(s, there, beside_rows(filler, L))
+    return gl.where((n < there)[None, :], s, beside_rows(filler, L))
 
 
 @gluon.jit
@@ -216,16 +210,16 @@ def round_rows(x, inverse):
 @gluon.jit
 def read_queries(
     words, DTYPE: gl.constexpr, qs_base, qs_stride_n, head_bits, first, queries,
-    QUANTIZE: gl.constexpr, QUERY_TOKEN: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1,
+    RECIPE: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1,
 ):  # fmt: skip
     """(a block of queries as int8 per span; float32 bits of its scale, or of its rows' as :func:`row_amplitude`)."""
     q = unpack_queries(words, DTYPE, WARPS, ACROSS)
     bits = head_bits
-    if QUANTIZE:
+    if RECIPE.QUANTIZE:
         floats = ()
         for c in gl.static_range(len(q)):
             floats = floats + (as_float32(q[c]),)
-        if QUERY_TOKEN:
+        if RECIPE.QUERY_TOKEN:
             scale = amplitude_to_scale(row_amplitude(q, WARPS, ACROSS))
             inverse = inverse_scale(scale, False)
             bits = scale.to(gl.int32, bitcast=True)
@@ -235,7 +229,7 @@ def read_queries(
         for c in gl.static_range(len(q)):
             rounded = rounded + (round_rows(floats[c], inverse),)
         q = rounded
-    elif QUERY_TOKEN:
+    elif RECIPE.QUERY_TOKEN:
         L: gl.constexpr = eight_layout(WARPS, ACROSS)
         n = first + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, L))
         bits = gl.load(qs_base + gl.minimum(n, queries - 1) * qs_stride_n)
@@ -333,17 +327,17 @@ def _add_span(accumulator, p, v, WARPS: gl.constexpr, ACROSS: gl.constexpr):
 
 
 @gluon.jit
-def start_scores(q, k_smem, WIDTH: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """Start the product of a block of queries, in registers or shared memory, with a tile of WIDTH keys, span by span."""
+def start_scores(q, keys, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """Start the product of a block of queries, in registers or shared memory, with a tile of keys, span by span."""
+    WIDTH: gl.constexpr = keys[0].shape[0]
     L: gl.constexpr = product_layout(WIDTH, WARPS, ACROSS)
     s = gl.zeros((16 * WARPS, WIDTH), gl.int32, L)
     for c in gl.static_range(len(q)):
-        k = k_smem[c].slice(0, WIDTH, 0)
         q_c = q[c]
         if not in_memory(q_c.type.layout):
             # a left operand's registers do not depend on the product's width
             q_c = gl.convert_layout(q_c, gl.DotOperandLayout(0, L, 4), assert_trivial=True)
-        s = warpgroup_mma(q_c, k.permute((1, 0)), s, use_acc=c > 0, is_async=True)
+        s = warpgroup_mma(q_c, keys[c].permute((1, 0)), s, use_acc=c > 0, is_async=True)
     return s
 
 
@@ -446,8 +440,8 @@ def _quarters(words, L: gl.constexpr):
 
 @gluon.jit
 def least_of_queries(q, row_max, multiplier, fraction_bits, CHANNELS: gl.constexpr, WARPS: gl.constexpr):
-    """:func:`.gluon.ptx_ops.least_if_needed` of a block of int8 queries, by their magnitudes where a thread has one row."""
-    if len(row_max.shape) == 1:
+    """:func:`.gluon.ptx_ops.least_if_needed`, by the magnitudes of int8 queries if they are given and a thread has one row."""
+    if len(q) == 0 or len(row_max.shape) == 1:
         least = least_if_needed(row_max, CHANNELS << 14, multiplier, fraction_bits)
     else:
         words = ()
@@ -496,6 +490,16 @@ def row_inverses(total, fine, count, EXACT: gl.constexpr):
 
 
 @gluon.jit
+def _less_missing(numerator, missing, mean, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """Negative numerators less what the missing mass of their rows adds to them: accumulators."""
+    L: gl.constexpr = numerator.type.layout
+    S: gl.constexpr = score_layout(numerator.shape[1], WARPS, ACROSS)
+    x = gl.convert_layout(numerator, S, assert_trivial=True)
+    x -= beside_rows(both_rows(missing, numerator.shape[0]), S) * gl.convert_layout(mean, S, assert_trivial=True)
+    return gl.convert_layout(x, L, assert_trivial=True)
+
+
+@gluon.jit
 def store_span(
     numerator, rows, usable, factors, mean, o_base, o_stride_n: gl.constexpr, first, queries,
     CHANNELS: gl.constexpr, EXACT: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1,
@@ -503,15 +507,19 @@ def store_span(
     """Normalise a span of a block's outputs and store its rows below ``queries``: :func:`.common.tile_ops.finish`.
 
     ``rows`` is what :func:`row_inverses` returns: numbers of rows are one per thread, or vectors where warps share rows.
-    ``numerator`` is the negative of the sum of P V. ``mean``, twice the mean of V's channels, is in shared memory.
+    ``numerator`` is the negative of the sum of P V. ``mean`` is twice the mean of V's channels, in shared memory, or beside
+    ``numerator``.
     """
     factor, shift, half = factors
     bits, inverse, missing = rows
     M: gl.constexpr = numerator.shape[0]
     D: gl.constexpr = numerator.shape[1]
     L: gl.constexpr = output_layout(D, WARPS, ACROSS)
+    ASIDE: gl.constexpr = EXACT and is_stored(mean.type)
+    if EXACT and not ASIDE:
+        numerator = _less_missing(numerator, missing, mean, WARPS, ACROSS)
     x = gl.convert_layout(_from_fragment_order(numerator, ACROSS), L, assert_trivial=True)
-    if EXACT:
+    if ASIDE:
         x -= _beside_outputs(missing, L, WARPS, ACROSS) * mean.load(gl.SliceLayout(0, L))[None, :]
     factor, shift, half = beside_channels(factor, L), beside_channels(shift, L), beside_channels(half, L)
     if o_base.dtype.element_ty == gl.int8:

@@ -38,6 +38,7 @@ from ...tiles import (
     widest_span,
 )
 from ...triton import rules as portable
+from ..constants import Plan
 
 STAGE_INT8 = 0.5
 """What it takes to bring a head's keys and values to shared memory, in the time of one block of queries."""
@@ -239,8 +240,8 @@ def split_packed(blocks: int, heads: int, processors: int) -> int:
     return min(blocks, max(1, 2 * processors // heads))
 
 
-def division(tiles: Tiles, work: Work, heads: int) -> dict[str, int | str]:
-    """Return the constants of :mod:`.sm90.attention_resident` that divide a call's work among programs.
+def division(tiles: Tiles, work: Work, heads: int) -> Plan:
+    """Return how programs of :mod:`.sm90.attention_resident` divide a call's work.
 
     Args:
         tiles: from :func:`split_sm90_resident`.
@@ -280,18 +281,18 @@ def division(tiles: Tiles, work: Work, heads: int) -> dict[str, int | str]:
     # programs that pass from head to head have to know how many blocks a head has
     whole = 0 if splits else blocks - (tail > 0)
     # tiles of 128 keys an iteration; a loop of a single iteration is unrolled, and then four tiles do not fit the registers
-    turn = 0 if not twice else 1 if tiles.registers or keys < 512 else 2
-    return {
-        "WALK": not splits or splits < blocks,
-        "TAIL": tail,
-        "ACROSS": across,
-        "SUMS": sums,
-        "TURN": turn,
-        "BLOCKS": whole,
-        "HEADS": heads if whole else 0,
+    unroll = 0 if not twice else 1 if tiles.registers or keys < 512 else 2
+    return Plan(
+        LOOPS=not splits or splits < blocks,
+        TAIL=tail,
+        ACROSS=across,
+        SUMS=sums,
+        UNROLL=unroll,
+        BLOCKS=whole,
+        HEADS=heads if whole else 0,
         # programs with more to do start first, where a processor has three of them
-        "SPREAD": tail > 0 and splits > 1 and keys <= SHORT_ROW,
-    }
+        SPREAD=tail > 0 and splits > 1 and keys <= SHORT_ROW,
+    )
 
 
 class Shares(NamedTuple):

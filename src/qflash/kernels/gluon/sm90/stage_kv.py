@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ...common.fixed_point import twice_mean
 from ...common.quantize_ops import (
@@ -41,7 +40,6 @@ from ...common.quantize_ops import (
 from ...common.tile_ops import inverse_key_order, key_order
 from ..ptx_ops import (
     as_float32,
-    barrier,
     beside_channels,
     first_of_four,
     halves,
@@ -56,11 +54,13 @@ from ..ptx_ops import (
     words_of,
     zero_point,
 )
+from ..releases import barrier, copy_to_shared
 from .layouts import (
     all_words_layout,
     channel_spans,
     depth,
     float_piece,
+    inverse_count,
     kernel_width,
     key_warps,
     part_words_layout,
@@ -76,9 +76,6 @@ from .layouts import (
     value_widths,
 )
 from .query_block import SUM_FOUR, load_channels, pairs_twice, to_fragment_order
-
-# the names differ between releases of Triton
-_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 
 @gluon.jit
@@ -398,9 +395,9 @@ def copy_keys(
     d = gl.arange(0, D, layout=gl.SliceLayout(0, L))
     ptrs = base + gl.minimum(START + n, KEYS - 1)[:, None] * stride_n + d[None, :]
     if D == CHANNELS:
-        _copy(smem, ptrs)
+        copy_to_shared(smem, ptrs)
     else:
-        _copy(smem, ptrs, mask=(n[:, None] >= 0) & (d[None, :] < CHANNELS))
+        copy_to_shared(smem, ptrs, mask=(n[:, None] >= 0) & (d[None, :] < CHANNELS))
 
 
 @gluon.jit
@@ -430,7 +427,7 @@ def natural_order(x, ACROSS: gl.constexpr):
 
 @gluon.jit
 def sums_aside(
-    v_smem, SUMS: gl.constexpr, EXACT: gl.constexpr, INVERSE_COUNT: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr
+    v_smem, SUMS: gl.constexpr, EXACT: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr
 ):  # fmt: skip
     """(-127 times the sums of V's channels, twice their means), in shared memory, span by span.
 
@@ -442,7 +439,7 @@ def sums_aside(
     for c in gl.static_range(len(v_smem[0])):
         sums = _sums(v_smem, c, WARPS)
         if EXACT:
-            means = means + (to_shared(natural_order(twice_mean(sums, INVERSE_COUNT, False), ACROSS)),)
+            means = means + (to_shared(natural_order(twice_mean(sums, inverse_count(KEYS), False), ACROSS)),)
         if SUMS == "begin":
             spans = spans + (to_shared(pairs_twice(-127 * sums)),)
         elif SUMS == "end":

@@ -27,10 +27,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...common.fixed_point import fine_bits, missing_mass, multiply_round, requantize, row_inverse, row_weight, usable_scale
 from ...common.quantize_ops import amplitude_to_scale, inverse_scale, nan_max
 from ...common.tile_ops import MASKED, _high_bytes, channel_of_row, key_order, probability_words
-from ..ptx_ops import as_float32, barrier, halves, row_factors, scaled
+from ..ptx_ops import as_float32, halves, scaled
+from ..releases import barrier
 from .layouts import (
     channel_spans,
     depth,
+    is_stored,
     kernel_width,
     product_layout,
     row_starts,
@@ -40,6 +42,7 @@ from .layouts import (
     value_widths,
 )
 from .query_block import allocate, in_order, load_channels, round_rows
+from .rows import query_factors
 
 
 @gluon.jit
@@ -83,25 +86,24 @@ def _last_maximum(x, L: gl.constexpr):
 
 @gluon.jit
 def last_queries(
-    x, smem, qs_base, qs_stride_n, head_bits, first, queries, QUANTIZE: gl.constexpr, QUERY_TOKEN: gl.constexpr,
-    WARPS: gl.constexpr,
+    x, smem, qs_base, qs_stride_n, head_bits, first, queries, RECIPE: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
     """Store the tail queries in shared memory as int8; return the float32 bits of their scale, or of each query's."""
     ROWS: gl.constexpr = x[0].shape[0]
     L: gl.constexpr = x[0].type.layout
     COLUMN: gl.constexpr = gl.SliceLayout(0, product_layout(ROWS, WARPS))
     bits = head_bits
-    if QUANTIZE:
-        scale = head_bits.to(gl.float32, bitcast=True) if not QUERY_TOKEN else amplitude_to_scale(_last_maximum(x, L))
+    if RECIPE.QUANTIZE:
+        scale = head_bits.to(gl.float32, bitcast=True) if not RECIPE.QUERY_TOKEN else amplitude_to_scale(_last_maximum(x, L))
         inverse = inverse_scale(scale, False)
         for c in gl.static_range(len(x)):
             smem[c].store(round_rows(as_float32(x[c]), inverse))
-        if QUERY_TOKEN:
+        if RECIPE.QUERY_TOKEN:
             bits = gl.convert_layout(scale.to(gl.int32, bitcast=True), COLUMN)
     else:
         for c in gl.static_range(len(x)):
             smem[c].store(x[c])
-        if QUERY_TOKEN:
+        if RECIPE.QUERY_TOKEN:
             n = gl.minimum(first + gl.arange(0, ROWS, layout=COLUMN), queries - 1)
             bits = gl.load(qs_base + n * qs_stride_n)
     return bits
@@ -202,19 +204,17 @@ def _last_outputs(p_smem, v_smem, sums, c: gl.constexpr, KEYS: gl.constexpr, WAR
 
 @gluon.jit
 def last_rows(
-    q_smem, query_bits, row, keys_usable, units, k_smem, v_smem, sums, means, factors, o_base, o_stride_n: gl.constexpr,
-    first, queries, SUMS: gl.constexpr, CHANNELS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, OFFSET: gl.constexpr,
-    MOST: gl.constexpr, MOST_BITS: gl.constexpr, EXACT: gl.constexpr, ASIDE: gl.constexpr, VALUE_OFFSET: gl.constexpr,
+    q_smem, query_bits, scales, k_smem, v_smem, sums, output, o_stride_n: gl.constexpr, first, queries,
+    CHANNELS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, SUMS: gl.constexpr, RECIPE: gl.constexpr,
 ):  # fmt: skip
     """Attention of the tail queries, from int8 in shared memory to stored outputs, in the order of the module.
 
     Args:
-        row: what :func:`.gluon.ptx_ops.row_factors` returns if queries have one scale; else it is computed here from
-            ``units``.
+        query_bits, scales: see :func:`.sm90.rows.query_factors`.
         v_smem: V with at least 64 rows per span, the fewest of a product; outputs of rows past the channels are not
             stored.
-        sums, means: from :func:`.sm90.stage_kv.sums_aside`: products begin at sums.
-        factors: per span; with ASIDE those that are there are in shared memory.
+        sums: from :func:`.sm90.stage_kv.sums_aside`: products begin at them.
+        output: see :func:`.sm90.rows.store_outputs`.
     """
     N: gl.constexpr = q_smem[0].shape[0]
     SPANS: gl.constexpr = channel_spans(CHANNELS)
@@ -226,6 +226,7 @@ def last_rows(
     L: gl.constexpr = product_layout(N, WARPS)
     COLUMN: gl.constexpr = gl.SliceLayout(0, L)
     D: gl.constexpr = value_widths(CHANNELS)
+    means, factors, o_base = output
     p_smem = ()
     for i in gl.static_range(TILES):
         p_smem = p_smem + (allocate(N, max(WIDTHS[i], 64)),)
@@ -233,16 +234,10 @@ def last_rows(
     last_factors = ()
     for c in gl.static_range(COUNT):
         factor, shift, half = factors[c]
-        if ASIDE:
-            factor = factor.load(gl.BlockedLayout([1], [32], [WARPS], [0]))
-            if VALUE_OFFSET:
-                shift = shift.load(gl.BlockedLayout([1], [32], [WARPS], [0]))
+        factor, shift = _loaded(factor, WARPS), _loaded(shift, WARPS)
         last_sums = last_sums + (_last_sums(sums[c], SUMS, L),)
         last_factors = last_factors + ((_across(factor, D[c], L), _across(shift, D[c], L), _across(half, D[c], L)),)
-    usable = keys_usable & usable_scale(query_bits)
-    if query_bits.type.is_block():
-        row = row_factors(query_bits, units, "none", MOST, MOST_BITS)
-    multiplier, fraction_bits, _ = row
+    usable, multiplier, fraction_bits = query_factors(query_bits, scales, RECIPE)
     scores = ()
     for t in gl.static_range(TILES):
         scores = scores + (_last_scores(q_smem, k_smem[t], WARPS),)
@@ -269,14 +264,23 @@ def last_rows(
     fine = total
     for t in gl.static_range(TILES):
         more, finer = _exponentiate_last(
-            ready[t], row_max[None, :], multiplier, fraction_bits, p_smem[t], STARTS[t], WIDTHS[t], KEYS, OFFSET, EXACT
+            ready[t],
+            row_max[None, :],
+            multiplier,
+            fraction_bits,
+            p_smem[t],
+            STARTS[t],
+            WIDTHS[t],
+            KEYS,
+            RECIPE.OFFSET,
+            RECIPE.EXACT,
         )
         total += more
         fine += finer
     # Reduced before the products start: the compiler may give a reduction shared memory that products under way still read.
     total = 127 * KEYS - gl.convert_layout(gl.sum(total, 0), COLUMN, assert_trivial=True)
     missing = total
-    if EXACT:
+    if RECIPE.EXACT:
         total, missing = missing_mass(gl.convert_layout(gl.sum(fine, 0), COLUMN, assert_trivial=True), total)
     fence_async_shared()
     barrier()
@@ -284,13 +288,21 @@ def last_rows(
     for c in gl.static_range(COUNT):
         accumulators = accumulators + (_last_outputs(p_smem, v_smem, last_sums[c], c, KEYS, WARPS),)
     bits, inverse = row_inverse(total, False)
-    if EXACT:
+    if RECIPE.EXACT:
         bits = fine_bits(bits)
     for c in gl.static_range(COUNT):
         numerator = warpgroup_mma_wait(TILES * (COUNT - 1 - c), [accumulators[c]])
-        if EXACT:
+        if RECIPE.EXACT:
             numerator -= missing[None, :] * _across(means[c].load(gl.BlockedLayout([1], [32], [WARPS], [0])), D[c], L)
         _store_last(numerator, bits, inverse, usable, last_factors[c], o_base + FROM[c], o_stride_n, first, queries, SPANS[c])
+
+
+@gluon.jit
+def _loaded(numbers, WARPS: gl.constexpr):
+    """Numbers of channels that may be in shared memory, in registers."""
+    if is_stored(numbers.type):
+        numbers = numbers.load(gl.BlockedLayout([1], [32], [WARPS], [0]))
+    return numbers
 
 
 @gluon.jit

@@ -52,7 +52,6 @@ from ...common.quantize_ops import (
 from ...common.tile_ops import BIAS_EVEN, BIAS_LIMIT, BIAS_MASKED, BIAS_POISON, MASKED, POISON, _high_bytes, probability_words
 from ..ptx_ops import (
     as_float32,
-    barrier,
     beside_channels,
     fine_probabilities,
     fine_probabilities_16,
@@ -68,6 +67,7 @@ from ..ptx_ops import (
     scaled,
     unpack,
 )
+from ..releases import barrier
 from ..row_ops import beside_columns, beside_rows, both_rows, one_row, own_twice, row_largest
 from .layouts import (
     all_flags_layout,

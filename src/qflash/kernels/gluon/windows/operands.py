@@ -32,7 +32,6 @@ from ...common.quantize_ops import (
 from ...common.tile_ops import key_order
 from ..ptx_ops import (
     as_float32,
-    barrier,
     halves,
     higher_words,
     keep_apart,
@@ -44,6 +43,7 @@ from ..ptx_ops import (
     word_ranges,
     zero_point,
 )
+from ..releases import barrier
 from .lane_ops import (
     first_and_second,
     from_lanes,

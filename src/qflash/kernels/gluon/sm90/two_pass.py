@@ -1,0 +1,113 @@
+"""Attention of a block of queries in two passes over its keys (Gluon, wgmma).
+
+Equations 3 to 11 (steps 2 to 7 of ``docs/algorithm.md``): :func:`row_maxima`, the first pass, keeps no score;
+:func:`weigh_values`, the second pass, computes the scores again. Where the keys are, and when they are there, a *store* knows
+(:mod:`.sm90.stores`):
+
+* ``TILES``: a row of keys is passed over in parts, each a loop over iterations of so many tiles;
+* ``steps(part)``: the first iteration of that loop and where it ends;
+* ``keys(...)`` and ``values(...)``: a tile in shared memory, span by span, by (iteration, tile of it, part);
+* ``padded(...)``: a tile's scores, with a filler in the columns of keys past the last, or as they are;
+* ``STARTS`` and ``COLUMNS``: a part's first column, and from which one on probabilities are 0;
+* ``sums(...)``: sums of stored P per row, of P before rounding, and how many P they have.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...common.tile_ops import MASKED
+from .layouts import product_layout, quarter_layout, score_layout, value_widths
+from .query_block import (
+    add_values,
+    begin_outputs,
+    exponentiate,
+    finished,
+    fold_columns,
+    quarter_sums,
+    row_inverses,
+    start_scores,
+    sums_of_four,
+)
+from .rows import finished_outputs, query_factors, row_maximum, row_numbers, store_outputs
+
+
+@gluon.constexpr_function
+def of_part(constants, part):
+    """Return a part's of the constants of all parts."""
+    return constants[part]
+
+
+@gluon.jit
+def row_maxima(q, store, WARPS: gl.constexpr):
+    """First pass: maxima of columns eight apart of a block's scores, int32 (rows, 8)."""
+    largest = gl.full((16 * WARPS, 8), MASKED, gl.int32, score_layout(8, WARPS))
+    nothing = gl.to_tensor(MASKED)
+    for part in gl.static_range(len(store.TILES)):
+        first, end = store.steps(part)
+        for step in range(first, end):
+            # all products of an iteration are started before the first maximum
+            scores = ()
+            for tile in gl.static_range(of_part(store.TILES, part)):
+                scores = scores + (start_scores(q, store.keys(step, tile, part), WARPS, 1),)
+            for tile in gl.static_range(len(scores)):
+                s = finished(scores[tile], len(q) * (len(scores) - 1 - tile), WARPS)
+                s = store.padded(s, nothing, step, tile, part)
+                largest = gl.maximum(largest, fold_columns(s, WARPS))
+    return largest
+
+
+@gluon.jit
+def weigh_values(q, store, row, accumulator, EXACT: gl.constexpr, OPERAND: gl.constexpr, WARPS: gl.constexpr):
+    """Second pass: (accumulators of P V, the last products under way; sums of stored P, with EXACT of P before rounding).
+
+    The sums are int32 (rows, 4), for ``store.sums``.
+
+    ``row`` is from :func:`.sm90.rows.row_numbers`.
+    """
+    total = gl.zeros((16 * WARPS, 4), gl.int32, quarter_layout(WARPS))
+    fine = total
+    for part in gl.static_range(len(store.TILES)):
+        first, end = store.steps(part)
+        for step in range(first, end):
+            for tile in gl.static_range(of_part(store.TILES, part)):
+                s = finished(start_scores(q, store.keys(step, tile, part), WARPS, 1), 0, WARPS)
+                s = store.padded(row.raised(s, WARPS), row.largest, step, tile, part)
+                p, finer = exponentiate(
+                    s, row.slope, row.begin, row.constant, OPERAND, of_part(store.STARTS, part), store.COLUMNS, EXACT, WARPS, 1
+                )
+                accumulator = add_values(accumulator, p, store.values(step, tile, part), WARPS, 1)
+                total += quarter_sums(sums_of_four(p), WARPS)
+                if EXACT:
+                    fine += quarter_sums(finer, WARPS)
+    return accumulator, total, fine
+
+
+@gluon.jit
+def attend_twice(
+    q, query_bits, scales, store, sums, output, o_stride_n: gl.constexpr, first, queries, CHANNELS: gl.constexpr,
+    WARPS: gl.constexpr, SUMS: gl.constexpr, RECIPE: gl.constexpr,
+):  # fmt: skip
+    """Attention of a block of queries, from int8 queries to stored outputs.
+
+    Args:
+        q: queries, span by span.
+        query_bits, scales: see :func:`.sm90.rows.query_factors`.
+        store: keys and values.
+        sums: -127 times the sums of V's channels, in shared memory; products begin at them, or they are added at the end.
+        output: see :func:`.sm90.rows.store_outputs`.
+        SUMS: "begin" or "end".
+        RECIPE: :class:`.gluon.constants.Recipe`.
+    """
+    DV: gl.constexpr = value_widths(CHANNELS)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, product_layout(DV[0], WARPS), 4)
+    usable, multiplier, fraction_bits = query_factors(query_bits, scales, RECIPE)
+    row_max = row_maximum(row_maxima(q, store, WARPS), multiplier, WARPS)
+    row = row_numbers(q, row_max, multiplier, fraction_bits, CHANNELS, RECIPE.OFFSET, WARPS)
+    accumulator = begin_outputs(sums, DV, SUMS == "begin", WARPS, 1)
+    accumulator, total, fine = weigh_values(q, store, row, accumulator, RECIPE.EXACT, OPERAND, WARPS)
+    total, fine, count = store.sums(total, fine, row.most, RECIPE.EXACT)
+    rows = row_inverses(total, fine, count, RECIPE.EXACT)
+    numerators = finished_outputs(accumulator, sums, SUMS == "end", WARPS, 1)
+    store_outputs(numerators, rows, usable, output, o_stride_n, first, queries, CHANNELS, RECIPE.EXACT, WARPS, 1)

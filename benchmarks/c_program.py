@@ -79,7 +79,7 @@ def measure(network: Any, folder: pathlib.Path) -> dict[str, Any]:
     subprocess.run(["strip", "network"], cwd=folder, check=True)
     (folder / "measure.c").write_text(MEASURE, encoding="utf-8")
     flags = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-    command = [*compiler, *flags, "measure.c", "network.c", "attention.c", "-o", "measure", "-lm"]
+    command = [*compiler, *flags, "measure.c", "network.c", "attention.c", "threads.c", "-o", "measure", "-lm"]
     subprocess.run(command, cwd=folder, check=True)
     runs = []
     for _ in range(PROCESSES):

@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 NEEDED = {
     "qflash": (
         "qflash/__init__.py", "qflash/py.typed", "qflash/kernels/cpu/attention.c", "qflash/kernels/cpu/network.c",
-        "qflash/kernels/cpu/products.h",
+        "qflash/kernels/cpu/products.h", "qflash/kernels/cpu/threads.c", "qflash/kernels/cpu/threads.h",
     ),
     "qflash_lab": (
         "qflash_lab/__init__.py", "qflash_lab/baselines/tuned.json", "qflash_lab/weights/fashion-images.safetensors",

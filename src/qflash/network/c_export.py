@@ -34,9 +34,9 @@ FUNCTIONS = ("linear", "layer_norm", "attention", "mean", "patches", "move_rows"
 NAME_BYTES = 64
 """Of an output, with a zero at the end."""
 _LINE = 64
-_KERNELS = ("attention.c", "network.c", "products.h")
+_KERNELS = ("attention.c", "network.c", "threads.c", "products.h", "threads.h")
 _PROGRAM = ("runtime.c", "main.c", "qflash_network.h", "arm.c", "paths.h", "Makefile")
-SOURCES = ("runtime.c", "network.c", "attention.c")
+SOURCES = ("runtime.c", "network.c", "attention.c", "threads.c")
 """What other programs, and WebAssembly, are compiled of."""
 
 

@@ -619,7 +619,7 @@ int qflash_attention(const problem *given) {
     char *memory = x.scratch ? NULL : malloc(LINE + qflash_attention_scratch(&x));
     if (!x.scratch && !memory) return 1;
     if (!x.scratch) x.scratch = (char *)whole_lines((intptr_t)memory);
-    on_threads(x.threads, attend_part, &x);
+    qflash_on_threads(x.threads, attend_part, &x);
     free(memory);
     return 0;
 }

@@ -37,9 +37,9 @@ from ...specification.memory_format import empty_output
 from ...specification.quantization import GRANULARITIES, scale_shape
 from ...specification.recipe import Recipe
 
-_SOURCES = ("attention.c", "network.c")
+_SOURCES = ("attention.c", "network.c", "threads.c")
 """What is compiled, to one library."""
-_HEADERS = ("products.h",)
+_HEADERS = ("products.h", "threads.h")
 _FUNCTIONS = {
     "attention": 1, "attention_at": 11, "quantize": 1, "bias": 3, "seen": 3, "float_attention": 7, "varlen_attention": 4,
     "linear": 1, "layer_norm": 1, "pack": 1, "packed_bytes": 1, "mean": 1, "patches": 1, "move_rows": 1, "gated": 1,

@@ -375,7 +375,7 @@ static void linear_part(const void *given, worker me) {
 int qflash_linear(const linear *given) {
     linear x = *given;
     if (x.input_bytes == 2) {
-        on_threads(x.threads, wide_part, &x);
+        qflash_on_threads(x.threads, wide_part, &x);
         return 0;
     }
     const int64_t packed = x.packed ? 0 : whole_lines(qflash_packed_bytes(&x)), room = x.scratch ? 0 : qflash_linear_scratch(&x);
@@ -385,9 +385,9 @@ int qflash_linear(const linear *given) {
     if (!x.scratch) x.scratch = from + packed;
     if (!x.packed) {
         x.packed = from;
-        on_threads(x.threads, pack_part, &x);
+        qflash_on_threads(x.threads, pack_part, &x);
     }
-    on_threads(x.threads, linear_part, &x);
+    qflash_on_threads(x.threads, linear_part, &x);
     free(memory);
     return 0;
 }
@@ -453,7 +453,7 @@ static void layer_norm_part(const void *given, worker me) {
 }
 
 int qflash_layer_norm(const normalisation *x) {
-    on_threads(x->threads, layer_norm_part, x);
+    qflash_on_threads(x->threads, layer_norm_part, x);
     return 0;
 }
 
@@ -487,7 +487,7 @@ static void narrow_part(const void *given, worker me) {
 }
 
 int qflash_narrow(const narrowing *x) {
-    on_threads(x->threads, narrow_part, x);
+    qflash_on_threads(x->threads, narrow_part, x);
     return 0;
 }
 
@@ -530,7 +530,7 @@ static void gated_part(const void *given, worker me) {
 }
 
 int qflash_gated(const gating *x) {
-    on_threads(x->threads, gated_part, x);
+    qflash_on_threads(x->threads, gated_part, x);
     return 0;
 }
 
@@ -573,7 +573,7 @@ static void rotary_part(const void *given, worker me) {
 }
 
 int qflash_rotary(const rotation *x) {
-    on_threads(x->threads, rotary_part, x);
+    qflash_on_threads(x->threads, rotary_part, x);
     return 0;
 }
 
@@ -624,7 +624,7 @@ static void patches_part(const void *given, worker me) {
 
 /* layers.patches: less 128, which is another top bit */
 int qflash_patches(const image_patches *x) {
-    on_threads(x->threads, patches_part, x);
+    qflash_on_threads(x->threads, patches_part, x);
     return 0;
 }
 
@@ -648,7 +648,7 @@ static void move_part(const void *given, worker me) {
 
 /* Copies row index[i] of each image to row i. */
 int qflash_move_rows(const rows_moved *x) {
-    on_threads(x->threads, move_part, x);
+    qflash_on_threads(x->threads, move_part, x);
     return 0;
 }
 

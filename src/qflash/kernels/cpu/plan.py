@@ -124,8 +124,8 @@ class Plan:
 class Runner:
     """Runs a plan. Calls of one runner wait for each other; those of several do not.
 
-    Weights of linear layers are packed once, and all memory that calls need is reserved: C allocates none in a run, once OpenMP
-    has its threads.
+    Weights of linear layers are packed once, and all memory that calls need is reserved: C allocates none in a run, once it has
+    its threads.
     """
 
     def __init__(self, plan: Plan, given: torch.Tensor) -> None:

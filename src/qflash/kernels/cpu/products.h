@@ -9,10 +9,8 @@
 #include <string.h>
 #ifdef _OPENMP
 #include <omp.h>
-#ifndef _WIN32
-#include <pthread.h>
 #endif
-#endif
+#include "threads.h"
 
 #if defined(__SSE2__)
 #include <immintrin.h>
@@ -447,49 +445,14 @@ INLINE void *next_array(char *memory, int64_t *taken, int64_t bytes) {
     return array;
 }
 
-/* In a forked process there is only the thread that forked, and GCC's OpenMP would wait for those that the other process has. */
-static int is_forked;
-#if defined(_OPENMP) && !defined(_WIN32)
-static void note_fork(void) { is_forked = 1; }
-__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, note_fork); }
-#endif
+/* Threads of a parallel region of OpenMP for which Python wants some: in a forked process GCC's would wait for those of the other. */
+INLINE int threads_of(int64_t wanted) { return qflash_is_forked() ? 1 : (int)wanted; }
 
-/* Threads of a parallel region for which Python wants some. */
-INLINE int threads_of(int64_t wanted) { return is_forked ? 1 : (int)wanted; }
-
-/* A thread of those that share work, and how many they are. */
-typedef struct {
-    int64_t number, count;
-} worker;
-
-/* The calling thread of the innermost parallel region. */
+/* The calling thread of the innermost parallel region of OpenMP. */
 INLINE worker this_worker(void) {
 #ifdef _OPENMP
     return (worker){omp_get_thread_num(), omp_get_num_threads()};
 #else
     return (worker){0, 1};
 #endif
-}
-
-/* Runs `part` on `wanted` threads. One thread stays outside of OpenMP, which would allocate memory for a team of one. */
-INLINE void on_threads(int64_t wanted, void (*part)(const void *, worker), const void *x) {
-#ifdef _OPENMP
-    const int threads = threads_of(wanted);
-    if (threads > 1) {
-#pragma omp parallel num_threads(threads)
-        part(x, this_worker());
-        return;
-    }
-#endif
-    (void)wanted;
-    part(x, (worker){0, 1});
-}
-
-/* A thread's part of the tasks: [begin, end). */
-typedef struct {
-    int64_t begin, end;
-} share;
-
-INLINE share share_of(worker me, int64_t tasks) {
-    return (share){tasks * me.number / me.count, tasks * (me.number + 1) / me.count};
 }

@@ -106,6 +106,10 @@ class Spread:
         factor = half**self.exponent / most ** (1 - self.exponent)
         return factor * ((half / factor).max() / 127)
 
+    def grid(self, inputs: Range, weight: torch.Tensor) -> Grid:
+        """Return where inputs of these ranges lie."""
+        return Grid(self.steps(inputs.half, weight), inputs.middle)
+
 
 def side_by_side(grids: Sequence[Grid]) -> Grid:
     """Return where the channels of several tensors lie, one behind the other."""
@@ -435,15 +439,6 @@ def scale_bits(scale: torch.Tensor) -> torch.Tensor:
 
 Ends = tuple[torch.Tensor, torch.Tensor]
 """Lower and upper ends of ranges."""
-
-
-def convert_norm_linear(
-    norm: LayerNorm, float_norm: Any, unit: float, weight: torch.Tensor, inputs: Range, spread: Spread
-) -> Grid:
-    """Fill in a normalisation whose int8 outputs go into a linear layer; return where these lie."""
-    grid = Grid(spread.steps(inputs.half, weight), inputs.middle)
-    finish_norm(norm, float_norm, unit, grid.step, grid.middle)
-    return grid
 
 
 def _query_key_grids(low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -50,9 +50,9 @@ class Norm:
     twin: FloatTwin
     group: Group
 
-    def fill(self, step: torch.Tensor | float) -> None:
-        """Fill it in, with outputs ``step * q``."""
-        cv.finish_norm(self.module, self.twin, self.group.unit, step)
+    def fill(self, step: torch.Tensor | float, middle: torch.Tensor | float = 0.0) -> None:
+        """Fill it in, with outputs ``step * q + middle``."""
+        cv.finish_norm(self.module, self.twin, self.group.unit, step, middle)
 
 
 def norm_kind(norm: Operation) -> type[LayerNorm]:
@@ -133,9 +133,8 @@ def take(
 
         def fill_norm(ranges: Ranges) -> tuple[Grid, torch.Tensor]:
             inputs = ranges[seen] if room == 1.0 else ranges[seen].widened(room)
-            grid = net.grids[norm.node] = cv.convert_norm_linear(
-                norm.module, norm.twin, norm.group.unit, matrix.make(), inputs, spread
-            )
+            grid = net.grids[norm.node] = spread.grid(inputs, matrix.make())
+            norm.fill(grid.step, grid.middle)
             return ranges[seen].on(grid), ranges[seen].mean
 
         return norm.node, fill_norm
@@ -156,7 +155,7 @@ def take(
 
     def fill(ranges: Ranges) -> tuple[Grid, torch.Tensor]:
         inputs = ranges[seen].widened(room)
-        grid = net.grids[name] = Grid(spread.steps(inputs.half, matrix.make()), inputs.middle)
+        grid = net.grids[name] = spread.grid(inputs, matrix.make())
         cv.finish_mean(module, torch.full_like(grid.step, stream.group.unit), grid.step, grid.middle)
         return grid, ranges[seen].mean
 

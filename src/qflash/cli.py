@@ -73,7 +73,8 @@ def info(output_format: FormatOption = Format.table) -> None:
 def check_onnx(
     file: Annotated[pathlib.Path, typer.Argument(help="What qflash.export_onnx wrote.")],
     provider: Annotated[
-        list[str] | None, typer.Option(help="Of onnxruntime, as CPUExecutionProvider; repeatable. All if left out.")
+        list[str] | None,
+        typer.Option(help="Provider of onnxruntime, such as CPUExecutionProvider; repeatable. All if left out."),
     ] = None,
     runtime: Annotated[
         list[str] | None, typer.Option(help="onnxruntime, reference or openvino; repeatable. All installed if left out.")
@@ -107,17 +108,19 @@ class VectorFormat(str, enum.Enum):
 def vectors(
     source: Annotated[pathlib.Path, typer.Argument(help="A network that network.save wrote, or a file of golden vectors.")],
     output: Annotated[pathlib.Path, typer.Option("--output", "-o", help="A new or empty folder.")],
-    case: Annotated[list[str] | None, typer.Option(help="Pattern of names, as 'gelu/*'; repeatable. All if left out.")] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(help="Pattern of names, such as 'gelu/*'; repeatable. All if left out.")
+    ] = None,
     images: Annotated[
         pathlib.Path | None,
-        typer.Option(help="Of a network: .npy, uint8 (count, channels, height, width). A made one if left out."),
+        typer.Option(help="Images for a network: .npy, uint8 (count, channels, height, width). A generated one if left out."),
     ] = None,
-    trace: Annotated[bool, typer.Option("--trace", help="With every step that the documents name.")] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="Write every intermediate step that the documents name, too.")] = False,
     output_format: Annotated[
         list[VectorFormat] | None, typer.Option("--format", help="hex for $readmemh, npy, c; repeatable. hex if left out.")
     ] = None,
 ) -> None:
-    """Write inputs, constants, outputs and steps as files for a testbench: a folder a golden case, or a node of a network.
+    """Write inputs, constants, outputs and steps as files for a testbench, in a folder for each golden case or node.
 
     Exit status: 0 written; 1 the source, a pattern, the images or the folder is refused.
     """
@@ -143,15 +146,21 @@ ImagesArgument = Annotated[pathlib.Path, typer.Argument(metavar="IMAGES", help="
 FileArgument = Annotated[
     pathlib.Path, typer.Argument(metavar="FILE", dir_okay=False, help="What convert or network.save wrote.")
 ]
-SizeOption = Annotated[str | None, typer.Option(help="Image size in pixels, as 224 or 224x448 (height x width).")]
+SizeOption = Annotated[str | None, typer.Option(help="Image size in pixels, such as 224 or 224x448 (height x width).")]
 NetworkSizeOption = Annotated[
-    str | None, typer.Option(help="One of the file's image sizes, as 224 or 224x448. By the image if left out, or the first.")
+    str | None,
+    typer.Option(
+        help="One of the file's image sizes, such as 224 or 224x448. If left out, the one nearest in proportions, or the first."
+    ),
 ]
 OutputsOption = Annotated[
     str | None,
-    typer.Option(help="Names between commas: logits, features, tokens, submodules as blocks.3, or fields. What it returns."),
+    typer.Option(
+        help="What the network returns, names between commas: logits, features, tokens, a submodule such as blocks.3, or a "
+        "field of the model's output."
+    ),
 ]
-RandomOption = Annotated[bool, typer.Option("--random-weights", help="Draw weights and download none.")]
+RandomOption = Annotated[bool, typer.Option("--random-weights", help="Take random weights and download none.")]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda or cuda:1; auto takes a GPU if there is one.")]
 
 
@@ -181,17 +190,19 @@ def _print_json(output_format: Format, report: Any) -> None:
 def convert(
     model: ModelArgument,
     images: ImagesArgument,
-    output: Annotated[pathlib.Path, typer.Option("-o", "--output", dir_okay=False, help="The integer network.")],
+    output: Annotated[pathlib.Path, typer.Option("-o", "--output", dir_okay=False, help="File for the integer network.")],
     onnx: Annotated[pathlib.Path | None, typer.Option(dir_okay=False, help="Also write ONNX, of the first size.")] = None,
     tosa: Annotated[pathlib.Path | None, typer.Option(dir_okay=False, help="Also write TOSA, of the first size.")] = None,
     size: Annotated[
         list[str] | None,
-        typer.Option(help="Image size in pixels, as 224 or 224x448 (height x width); repeatable: one file for all of them."),
+        typer.Option(
+            help="Image size in pixels, such as 224 or 224x448 (height x width); repeatable: one file for all of them."
+        ),
     ] = None,
     outputs: OutputsOption = None,
-    calibrate: Annotated[int, typer.Option(min=1, help="Images of calibration.")] = 64,
-    compare: Annotated[int, typer.Option(min=1, help="Further images that are compared with the float model.")] = 64,
-    recipe: Annotated[str | None, typer.Option(help="Of attention: default or accurate.")] = None,
+    calibrate: Annotated[int, typer.Option(min=1, help="How many images to calibrate on.")] = 64,
+    compare: Annotated[int, typer.Option(min=1, help="How many further images to compare with the float model on.")] = 64,
+    recipe: Annotated[str | None, typer.Option(help="Recipe of attention: default or accurate.")] = None,
     keep_float: Annotated[list[str] | None, typer.Option(help="A submodule that stays in floating point; repeatable.")] = None,
     random_weights: RandomOption = False,
     device: DeviceOption = "auto",
@@ -227,9 +238,9 @@ def coverage(
     random_weights: RandomOption = False,
     output_format: FormatOption = Format.table,
 ) -> None:
-    """Say what of a model becomes integers, and why the rest does not; no images are needed.
+    """Say which parts of a model become integers, and why the others do not; needs no images.
 
-    Exit status: 0 the whole model does; 1 it does not.
+    Exit status: 0 the whole model becomes integers; 1 a part does not.
     """
     with _errors("coverage"):
         from .commands import coverage as run
@@ -246,17 +257,19 @@ def predict(
     images: ImagesArgument,
     labels: Annotated[
         pathlib.Path | None,
-        typer.Option(dir_okay=False, help="Names of classes, one a line or JSON; else the file's."),
+        typer.Option(
+            dir_okay=False, help="File with the names of classes, one a line or JSON; those in the network's file if left out."
+        ),
     ] = None,
     output: Annotated[
         pathlib.Path | None, typer.Option(dir_okay=False, help="Write all outputs, float32: .npy, .npz if there are several.")
     ] = None,
-    top: Annotated[int, typer.Option(min=1, help="Classes of each image.")] = 5,
+    top: Annotated[int, typer.Option(min=1, help="How many classes to print for each image.")] = 5,
     size: NetworkSizeOption = None,
     device: DeviceOption = "auto",
     output_format: FormatOption = Format.table,
 ) -> None:
-    """Print the likeliest classes of images by an integer network, or write its outputs."""
+    """Print the most likely classes of images by an integer network, or write its outputs."""
     with _errors("predict"):
         from .commands import predict as run
 
@@ -270,8 +283,8 @@ def predict(
 def time(
     file: FileArgument,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Images a call; repeatable. 1, 8 and 64 if left out.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="On a CPU; PyTorch's choice if left out.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Calls that are timed.")] = 20,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads on a CPU; PyTorch's choice if left out.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How many calls to time.")] = 20,
     size: NetworkSizeOption = None,
     device: DeviceOption = "auto",
     output_format: FormatOption = Format.table,

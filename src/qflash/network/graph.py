@@ -269,9 +269,10 @@ class IntegerNetwork(IntegerModule):
             token_type_ids: (batch, tokens), which must be 0.
 
         Returns:
-            int32 (batch, outputs), or features of a network without a head; times :attr:`output_scale` in the float network's
-            unit. Of a network with several outputs a dictionary of them, whose units :attr:`scales` has. Of a list of images,
-            in its order, the same where an output has one row an image, and a list of (tokens, channels) where it has tokens.
+            int32 (batch, outputs), or features of a network without a head. Multiplied by ``output_scale`` it is in the float
+            network's unit. A network with several outputs returns a dictionary; ``scales`` has their units. For a list of
+            images an output with one row an image is in the order of the list, and an output of tokens is a list of (tokens,
+            channels).
 
         Raises:
             TypeError, ValueError: images are of another type or size.

@@ -42,7 +42,7 @@ def export_tosa(
         TypeError: an argument is of another type.
         ValueError: ``batch`` is below 1, or the network has no form in this profile: parts in floating point, a recipe of
             attention without ``normalization="two_pass"``, ``output="accumulator"`` and 7 or 8 ``probability_bits``, more than
-            65536 keys, a value with 2**19 times the scale of its output, or about 2 GB of constants.
+            65536 keys, a value with ``2**19`` times the scale of its output, or about 2 GB of constants.
         OSError: the file cannot be written.
     """
     from ..optional_packages import require_packages

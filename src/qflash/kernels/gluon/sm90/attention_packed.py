@@ -53,6 +53,7 @@ from .query_block import (
     store_zeros,
     to_fragment_order,
 )
+from .rows import query_factors
 from .stage_kv import (
     beside_tile,
     key_amplitude,
@@ -284,7 +285,8 @@ def packed_hopper_kernel(
         q, query_bits = read_queries(
             words, q_ptr.dtype.element_ty, q_base, 0, 0, each * BLOCK_M, queries, RECIPE, WARPS
         )  # fmt: skip
+        query = query_factors(query_bits, query_scales, RECIPE)
         attend_twice(
-            q, query_bits, query_scales, store, sums, output, STRIDES.o[2], each * BLOCK_M, queries, HEAD_DIM, WARPS, "end",
+            q, query, store, sums, output, STRIDES.o[2], each * BLOCK_M, queries, HEAD_DIM, WARPS, "end",
             RECIPE,
         )  # fmt: skip

@@ -20,7 +20,7 @@ no warp waits for another, unless two share rows. A warp has sixteen rows; a qua
 
 *Resident* rows, of up to 288 keys, or up to 608 with two warps: the scores of all tiles stay in registers between
 maximum and exponential. Longer rows pass over the keys in shared memory twice per block and compute the scores again
-(TURN is then the tiles of 128 keys per iteration of these loops).
+(``PLAN.UNROLL`` is then the tiles of 128 keys per iteration of these loops).
 
 *Order.* Issue loads of queries, keys and values; quantise (:mod:`.sm90.stage_kv`); barrier. Then per block: read
 queries, start the products with all keys, row maximum, probabilities tile by tile, products with V, normalise, store.
@@ -95,7 +95,7 @@ from .query_block import (
     unpack_queries,
 )
 from .rows import finished_outputs, query_factors, row_maximum, row_numbers, store_outputs
-from .stage_kv import all_quads, copy_keys, load_quads, quantize_keys, quantize_values, sums_aside, sums_beside
+from .stage_kv import all_quads, copy_keys, load_quads, quantize_keys, quantize_values, stored_sums, sums_beside
 from .stores import first_channels, first_keys, known_keys, tile_at
 from .tail_queries import last_queries, last_rows, load_last
 from .two_pass import attend_twice
@@ -144,7 +144,7 @@ def _means_of(x, INVERSE_COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _attend_held(
+def _attend_in_registers(
     q, scores, query_bits, scales, v_smem, exchange, sums, output, o_stride_n: gl.constexpr, first, queries,
     CHANNELS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr, SUMS: gl.constexpr,
     RECIPE: gl.constexpr,
@@ -155,7 +155,7 @@ def _attend_held(
         q, scores: int8 queries, and their products with all tiles of keys, under way.
         query_bits, scales: see :func:`.sm90.rows.query_factors`.
         exchange: shared memory for what warps of a row exchange: probabilities, maxima, row sums.
-        sums: -127 times V's channel sums, from :func:`.sm90.stage_kv.sums_aside`; if they are added at the end and registers
+        sums: -127 times V's channel sums, from :func:`.sm90.stage_kv.stored_sums`; if they are added at the end and registers
             allow, from :func:`.sm90.stage_kv.sums_beside`.
         output: means of V's channels, from the former, too; output factors; the pointer to outputs.
     """
@@ -443,7 +443,7 @@ def _head(
     left = ()
     means = ()
     if SUMS != "products":
-        left, means = sums_aside(v_smem, SUMS, RECIPE.EXACT, KEYS, ALL, ACROSS)
+        left, means = stored_sums(v_smem, SUMS, RECIPE.EXACT, KEYS, ALL, ACROSS)
     sums = left
     if SUMS == "end" and not (TWICE or RECIPE.QUANTIZE):
         sums = ()
@@ -454,7 +454,7 @@ def _head(
     output = means, factors, o_base
     query_scales = keys_usable, row, units
     if EARLY:
-        _attend_held(
+        _attend_in_registers(
             q, scores, query_bits, query_scales, v_smem, exchange, sums, output, STRIDES.o[2], block * BLOCK_M, queries,
             HEAD_DIM, KEYS, WARPS, ACROSS, SUMS, RECIPE,
         )  # fmt: skip
@@ -475,12 +475,12 @@ def _head(
             if TWICE:
                 store = known_keys(k_whole, v_whole, k_smem, v_smem, DV, KEYS, PLAN.UNROLL)
                 attend_twice(
-                    q, query_bits, query_scales, store, sums, output, STRIDES.o[2], first, queries, HEAD_DIM, WARPS, SUMS,
-                    RECIPE,
+                    q, query_factors(query_bits, query_scales, RECIPE), store, sums, output, STRIDES.o[2], first, queries,
+                    HEAD_DIM, WARPS, SUMS, RECIPE,
                 )  # fmt: skip
             else:
                 scores = _all_scores(q, k_smem, WIDTHS, WARPS, ACROSS)
-                _attend_held(
+                _attend_in_registers(
                     q, scores, query_bits, query_scales, v_smem, exchange, sums, output, STRIDES.o[2], first, queries, HEAD_DIM,
                     KEYS, WARPS, ACROSS, SUMS, RECIPE,
                 )  # fmt: skip

@@ -38,116 +38,39 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma_wait,
 )
 
 from ... import tiles
 from ...common.fixed_point import inverse_of_count, split_scale, twice_mean, usable_scale
 from ...common.quantize_ops import CHUNKS
-from ...common.tile_ops import MASKED, MOST_ROUNDED_KEYS, channel_of_row, packed_sequence, packed_start
+from ...common.tile_ops import channel_of_row, packed_sequence, packed_start
 from ..ptx_ops import (
-    fine_probabilities,
-    least_score,
-    magnitudes,
-    may_wrap,
     output_factors,
-    raised,
-    row_exponents,
     row_factors,
     to_shared,
 )
-from ..releases import barrier, load_tile
-from ..row_ops import beside_rows, both_rows, one_row, own_twice, row_largest, row_sum
+from ..releases import barrier
 from .layouts import (
     channel_spans,
     product_layout,
-    quarter_layout,
-    score_layout,
     span_starts,
     span_widths,
     value_widths,
 )
 from .query_block import (
-    add_values,
     allocate,
-    begin_outputs,
-    exponentiate,
-    finished,
-    fold_columns,
-    last_turns,
     load_queries,
-    padded_columns,
     pairs_twice,
-    quarter_sums,
     read_queries,
-    row_inverses,
-    start_scores,
-    store_span,
     store_zeros,
-    stored_beside_outputs,
-    sums_of_four,
-    tile_of,
 )
-from .stage_kv import sums_beside
+from .ring import TILE, Copies, FirstRing, ring_tiles, total_width
+from .rows import query_factors
+from .two_pass import attend_twice
 
 # Below 96 channels registers are short after quantisation, and always with the ptxas of Triton 3.9, which then waits for
 # every product (warning C7512). Queries in shared memory leave room. Where registers suffice this is 1 to 4 % slower.
 SHORT_OF_REGISTERS = gl.constexpr(tiles.SHORT_OF_REGISTERS)
-# keys of a product
-TILE = gl.constexpr(128)
-
-
-@gluon.constexpr_function
-def step_columns(place, unroll, kind, span, left):
-    """Return the columns of an iteration's step ``place``; the last step may have fewer in the last (:func:`turn_kinds`)."""
-    return (span, left, TILE.value // 2)[kind] if place == unroll - 1 else span
-
-
-@gluon.constexpr_function
-def turn_kinds(varlen):
-    """Return how many kinds of iterations there are: of whole steps, and the last one; of packed sequences half a tile, too."""
-    return 3 if varlen else 2
-
-
-@gluon.constexpr_function
-def total_width(widths):
-    """Return the padded channels of all spans."""
-    return sum(widths)
-
-
-@gluon.constexpr_function
-def is_apart(kind):
-    """Tell whether what :func:`_put_aside` returned is in shared memory, by its type."""
-    return hasattr(kind, "layout")
-
-
-@gluon.constexpr_function
-def tile_count(columns):
-    """Return the tiles of a step of ``columns``; all but the last tile are whole."""
-    return -(-columns // TILE.value)
-
-
-@gluon.constexpr_function
-def tile_width(index, columns):
-    """Return the keys of tile ``index`` of a step of ``columns``."""
-    return min(TILE.value, columns - index * TILE.value)
-
-
-@gluon.jit
-def _load_keys(descriptions, row, column, bar, smem, slot, wanted, HEAD_DIM: gl.constexpr):
-    """Start the copies of a step of keys, span by span, to a slot; ``bar`` says when they have arrived."""
-    FROM: gl.constexpr = span_starts(HEAD_DIM)
-    for c in gl.static_range(len(smem)):
-        load_tile(descriptions[c], [row, column + FROM[c]], bar, smem[c].index(slot), pred=wanted)
-
-
-@gluon.jit
-def _load_values(descriptions, row, column, bar, smem, slot):
-    """Start the copies of a tile of packed values, span by span; see :func:`_load_keys`."""
-    first = row
-    for c in gl.static_range(len(smem)):
-        load_tile(descriptions[c], [first, column], bar, smem[c].index(slot))
-        first += smem[c].shape[1]
 
 
 @gluon.jit
@@ -165,24 +88,12 @@ def _value_sums(base, parts, WIDTH: gl.constexpr, D: gl.constexpr, WARPS: gl.con
 
 
 @gluon.jit
-def _put_aside(numbers):
+def _stored(numbers):
     """Numbers of channels to shared memory, scalars as they are."""
     found = ()
     for i in gl.static_range(len(numbers)):
         if numbers[i].type.is_block():
             found = found + (to_shared(numbers[i]),)
-        else:
-            found = found + (numbers[i],)
-    return found
-
-
-@gluon.jit
-def _taken_back(numbers, WARPS: gl.constexpr):
-    """What :func:`_put_aside` returned, in the layout of outputs."""
-    found = ()
-    for i in gl.static_range(len(numbers)):
-        if is_apart(numbers[i].type):
-            found = found + (stored_beside_outputs(numbers[i], WARPS, 1),)
         else:
             found = found + (numbers[i],)
     return found
@@ -220,7 +131,7 @@ def long_hopper_kernel(
     kv_head = h // GROUP
     head = gl.program_id(2) * (gl.num_programs(1) // GROUP) + kv_head
     q_base, o_base = q_ptr + z * q_stride_z + h * q_stride_h, o_ptr + z * o_stride_z + h * o_stride_h
-    k_row, v_row, v_column = gl.program_id(2) * k_rows_z + kv_head * k_rows_h, head, 0
+    k_row, v_row, v_column = gl.program_id(2) * k_rows_z + kv_head * k_rows_h, head, gl.to_tensor(0)
     first = gl.program_id(0) * BLOCK_M
     if RING.VARLEN:
         most_keys = keys
@@ -235,9 +146,6 @@ def long_hopper_kernel(
             store_zeros(o_base, o_stride_n, first, queries, HEAD_DIM, BLOCK_M // 16)
             return
     qs_base = qs_ptr.to(gl.pointer_type(gl.int32)) + z * qs_stride_z + h * qs_stride_h
-    SPAN: gl.constexpr = RING.SPAN
-    UNROLL: gl.constexpr = RING.UNROLL
-    LEFT: gl.constexpr = RING.LEFT
     SPANS: gl.constexpr = channel_spans(HEAD_DIM)
     FROM: gl.constexpr = span_starts(HEAD_DIM)
     D: gl.constexpr = span_widths(HEAD_DIM)
@@ -246,42 +154,39 @@ def long_hopper_kernel(
     WIDTH: gl.constexpr = total_width(DV)
     WARPS: gl.constexpr = BLOCK_M // 16
     S: gl.constexpr = product_layout(TILE, WARPS)
-    EIGHT: gl.constexpr = score_layout(8, WARPS)
-    RL: gl.constexpr = gl.SliceLayout(1, EIGHT)
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, product_layout(DV[0], WARPS), 4)
-    HALVES: gl.constexpr = SPAN // TILE
-    steps = gl.cdiv(keys, SPAN)
-    k_column = kv_head * k_columns_h
+    HALVES: gl.constexpr = RING.SPAN // TILE
+    steps = gl.cdiv(keys, RING.SPAN)
 
     # steps of keys in shared memory in the first pass, arrived or under way; the second pass takes longer and uses two
-    SLOTS: gl.constexpr = 2 * UNROLL
-    k_smem = (gl.allocate_shared_memory(gl.int8, [SLOTS, SPAN, D[0]], k_desc.layout),)
+    SLOTS: gl.constexpr = 2 * RING.UNROLL
+    k_smem = (gl.allocate_shared_memory(gl.int8, [SLOTS, RING.SPAN, D[0]], k_desc.layout),)
     v_smem = (gl.allocate_shared_memory(gl.int8, [2 * HALVES, DV[0], TILE], v_desc.layout),)
     k_descs = (k_desc,)
     v_descs = (v_desc,)
     if COUNT > 1:
-        k_smem = k_smem + (gl.allocate_shared_memory(gl.int8, [SLOTS, SPAN, D[1]], k_last_desc.layout),)
+        k_smem = k_smem + (gl.allocate_shared_memory(gl.int8, [SLOTS, RING.SPAN, D[1]], k_last_desc.layout),)
         v_smem = v_smem + (gl.allocate_shared_memory(gl.int8, [2 * HALVES, DV[1], TILE], v_last_desc.layout),)
         k_descs = (k_desc, k_last_desc)
         v_descs = (v_desc, v_last_desc)
     ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     first_values = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    KEY_BYTES: gl.constexpr = SPAN * total_width(D)
-    VALUE_BYTES: gl.constexpr = SPAN * total_width(DV)
     for index in gl.static_range(SLOTS):
         mbarrier.init(ready.index(index), count=1)
     mbarrier.init(first_values, count=1)
     barrier()
+    copies = Copies(
+        k_descs, v_descs, k_smem, v_smem, k_row, kv_head * k_columns_h, v_row * WIDTH, v_column, ready, HEAD_DIM, RING.SPAN
+    )  # fmt: skip
     for index in gl.static_range(SLOTS):
-        mbarrier.expect(ready.index(index), KEY_BYTES)
+        copies.expect(index, False, True)
         step = index
         if RING.VARLEN:
             # after a single step the second pass begins with the other slot
             step = gl.minimum(index, steps - 1)
-        _load_keys(k_descs, k_row + step * SPAN, k_column, ready.index(index), k_smem, index, True, HEAD_DIM)
-    mbarrier.expect(first_values, VALUE_BYTES)
+        copies.load_keys(step, index, True)
+    mbarrier.expect(first_values, RING.SPAN * WIDTH)
     for half in gl.static_range(HALVES):
-        _load_values(v_descs, v_row * WIDTH, v_column + half * TILE, first_values, v_smem, half)
+        copies.load_values(v_column + half * TILE, first_values, half)
     words = load_queries(q_base, q_stride_n, first, queries, HEAD_DIM, WARPS, 1, "")
     # measured: at 64 channels products that begin at the sums are 1 to 2 % faster, at 128 sums that are added at the end
     BEGIN: gl.constexpr = HEAD_DIM <= 64
@@ -303,7 +208,7 @@ def long_hopper_kernel(
             vo_ptr + z * vo_stride_z + kv_head * vo_stride_h + FROM[c] * vo_stride_d, vo_stride_d, SPANS[c], DV[c],
             RECIPE.VALUE_CHANNEL, RECIPE.OUTPUT_CHANNEL, RECIPE.VALUE_OFFSET, WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]),
         )  # fmt: skip
-        factors = factors + (_put_aside(found),)
+        factors = factors + (_stored(found),)
     head_bits = 0
     if not RECIPE.QUERY_TOKEN:
         head_bits = gl.load(qs_base)
@@ -323,131 +228,28 @@ def long_hopper_kernel(
             operand[c].store(q[c])
         fence_async_shared()
         barrier()
-    usable = usable_scale(key_bits) & usable_scale(query_bits)
-    if RING.VARLEN:
-        usable = usable & (keys <= most_keys)
     key_mantissa, key_exponent = split_scale(key_bits)
     units = key_mantissa, key_exponent, constant_mantissa, constant_exponent
-    multiplier, fraction_bits, _ = row_factors(query_bits, units, "none", RECIPE.MOST, RECIPE.MOST_BITS)
-
-    turns = steps // UNROLL
-    # iterations of whole steps; a last one that is not whole has a loop of its own in both passes
-    whole = keys // (UNROLL * SPAN)
+    row = 0, 0, 0
+    if not RECIPE.QUERY_TOKEN:
+        row = row_factors(query_bits, units, "none", RECIPE.MOST, RECIPE.MOST_BITS)
+    usable, multiplier, fraction_bits = query_factors(query_bits, (usable_scale(key_bits), row, units), RECIPE)
+    if RING.VARLEN:
+        usable = usable & (keys <= most_keys)
     narrow = 0
     if RING.VARLEN:
         # the same kernel for all lengths: whether half of the last tile is enough is seen here
-        narrow = ((keys - 1) % TILE < TILE // 2).to(gl.int32)
-    largest = gl.full((BLOCK_M, 8), MASKED, gl.int32, score_layout(8, WARPS))
-    nothing = gl.to_tensor(MASKED)
-    for last in gl.static_range(turn_kinds(RING.VARLEN)):
-        start, stop = last_turns(last, whole, turns, narrow)
-        for turn in range(start, stop):
-            # all products of an iteration are started before the first maximum
-            scores = ()
-            for place in gl.static_range(UNROLL):
-                slot = turn % 2 * UNROLL + place
-                mbarrier.wait(ready.index(slot), (turn // 2) & 1)
-                for half in gl.static_range(tile_count(step_columns(place, UNROLL, last, SPAN, LEFT))):
-                    k = tile_of(k_smem, slot, half * TILE, tile_width(half, step_columns(place, UNROLL, last, SPAN, LEFT)), 0)
-                    scores = scores + (start_scores(operand, k, WARPS, 1),)
-            for tile in gl.static_range(len(scores)):
-                step = UNROLL * turn + tile // HALVES
-                slot = turn % 2 * UNROLL + tile // HALVES
-                s = finished(scores[tile], COUNT * (len(scores) - 1 - tile), WARPS)
-                if last and not RING.WHOLE:
-                    s = padded_columns(s, keys - step * SPAN - (tile % HALVES) * TILE, nothing)
-                largest = gl.maximum(largest, fold_columns(s, WARPS))
-                if tile % HALVES == HALVES - 1 or tile == len(scores) - 1:
-                    # These keys are read: refill their slot. After the last ones come the first keys of the second pass.
-                    barrier()
-                    more = turn + 2 < turns
-                    following = gl.where(more, step + SLOTS, tile if UNROLL == 2 else step + SLOTS - steps)
-                    wanted = more | (turn % 2 == 0) if UNROLL == 2 else True
-                    mbarrier.expect(ready.index(slot), KEY_BYTES, pred=wanted)
-                    _load_keys(k_descs, k_row + following * SPAN, k_column, ready.index(slot), k_smem, slot, wanted, HEAD_DIM)
-    row_max = row_largest(largest)
-    sizes = magnitudes(q[0])
-    for c in gl.static_range(1, COUNT):
-        sizes += gl.convert_layout(magnitudes(q[c]), sizes.type.layout, assert_trivial=True)
-    magnitude = one_row(beside_rows(gl.convert_layout(sizes, RL, assert_trivial=True), EIGHT) + largest * 0)
-    wrap = gl.max(gl.reshape(may_wrap(magnitude, row_max, multiplier, fraction_bits), (2 * BLOCK_M,)), 0) > 0
-    least = both_rows(least_score(row_max, multiplier, fraction_bits), BLOCK_M)
-    slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, RECIPE.OFFSET)
-    # keys past the last have the row maximum as score, so the largest probability; it is taken out of the row sum at the end
-    most = fine_probabilities(row_max, slope, begin, constant)
-    row_max = both_rows(row_max, BLOCK_M)
-    slope, begin, constant = both_rows(slope, BLOCK_M), both_rows(begin, BLOCK_M), own_twice(constant, BLOCK_M)
-    accumulator = begin_outputs(sums, DV, BEGIN, WARPS, 1)
-    total = gl.zeros((BLOCK_M, 4), gl.int32, quarter_layout(WARPS))
-    fine = total
-    # steps that the first two slots had in the first pass, for the parity of their mbarriers
-    passed = (turns + 1) // 2 * 2 if UNROLL == 2 else steps
-    mbarrier.wait(ready.index(passed % 2), (passed // 2) & 1)
-    mbarrier.wait(first_values, 0)
-    # Where the last step is whole, all steps go to the second loop, which raises scores, if exponents could wrap. Not with two
-    # steps per iteration: without a branch in the first loop ptxas delays the copies of keys until after the exponentials.
-    APART: gl.constexpr = UNROLL == 1 and LEFT == SPAN
-    if APART:
-        whole = gl.where(wrap, 0, whole)
-    if RING.VARLEN:
-        narrow = gl.where(wrap, 0, narrow)
-    for last in gl.static_range(turn_kinds(RING.VARLEN)):
-        start, stop = last_turns(last, whole, turns, narrow)
-        for turn in range(start, stop):
-            for place in gl.static_range(UNROLL):
-                step = UNROLL * turn + place
-                slot, other = (place, 1 - place) if UNROLL == 2 else ((passed + step) % 2, (passed + step + 1) % 2)
-                v_slot = (place if UNROLL == 2 else step % 2) * HALVES
-                for half in gl.static_range(tile_count(step_columns(place, UNROLL, last, SPAN, LEFT))):
-                    k = tile_of(k_smem, slot, half * TILE, tile_width(half, step_columns(place, UNROLL, last, SPAN, LEFT)), 0)
-                    s = finished(start_scores(operand, k, WARPS, 1), 0, WARPS)
-                    if half == tile_count(step_columns(place, UNROLL, last, SPAN, LEFT)) - 1:
-                        # these keys are read, and so are the values of the step before: refill both
-                        barrier()
-                        if step + 1 < steps:
-                            mbarrier.expect(ready.index(slot), KEY_BYTES + VALUE_BYTES)
-                            row = k_row + (step + 2) * SPAN
-                            _load_keys(k_descs, row, k_column, ready.index(slot), k_smem, slot, True, HEAD_DIM)
-                            for tile in gl.static_range(HALVES):
-                                column = v_column + (step + 1) * SPAN + tile * TILE
-                                v_other = HALVES - v_slot + tile
-                                _load_values(v_descs, v_row * WIDTH, column, ready.index(slot), v_smem, v_other)
-                    if last:
-                        s = raised(s, least)
-                        if not RING.WHOLE:
-                            s = padded_columns(s, keys - step * SPAN - half * TILE, row_max)
-                    elif not APART:  # nested: a compile-time condition is not combined with one of run time
-                        if wrap:
-                            s = raised(s, least)
-                    p, finer = exponentiate(s, slope, begin, constant, OPERAND, 0, TILE, RECIPE.EXACT, WARPS, 1)
-                    if half == 0:
-                        # wait for these values, and for the keys of the next step
-                        mbarrier.wait(ready.index(other), ((passed + step + 1) // 2) & 1)
-                    v = tile_of(v_smem, v_slot + half, 0, tile_width(half, step_columns(place, UNROLL, last, SPAN, LEFT)), 1)
-                    accumulator = add_values(accumulator, p, v, WARPS, 1)
-                    total += quarter_sums(sums_of_four(p), WARPS)
-                    if RECIPE.EXACT:
-                        fine += quarter_sums(finer, WARPS)
-    count = (steps - 1) * SPAN + LEFT
-    if RING.VARLEN:
-        count -= narrow * (TILE // 2)
-    total = row_sum(total) + (count - keys) * ((most + 64) >> 7)
-    if RECIPE.EXACT:
-        fine = row_sum(fine) - (count - keys) * most
-        if RING.VARLEN:
-            # few keys have the sum of rounded P, of which nothing is missing
-            fine = gl.where(keys > MOST_ROUNDED_KEYS, fine, 0)
+        narrow = (keys - 1) % TILE < TILE // 2
+    # a last iteration that is not whole has a loop of its own in both passes
+    whole, iterations = keys // (RING.UNROLL * RING.SPAN), steps // RING.UNROLL
+    narrow = gl.to_tensor(narrow).to(gl.int32)
+    store = FirstRing(copies, keys, steps, whole, iterations, narrow, q, first_values, RING, ring_tiles(RING))
     if HEAD_DIM % 16:
         # Triton specialises on multiples of 16 only, and would store one number at a time
         o_base = o_ptr + z * (o_stride_z // 8 * 8) + h * (o_stride_h // 8 * 8)
         if RING.VARLEN:
             o_base += first_q * o_stride_n
-    row_numbers = row_inverses(total, fine, count, RECIPE.EXACT)
-    for c in gl.static_range(COUNT):
-        numerator = warpgroup_mma_wait(COUNT - 1 - c, [accumulator[c]])
-        if not BEGIN:
-            numerator += sums_beside(sums[c], WARPS, 1)
-        store_span(
-            numerator, row_numbers, usable, _taken_back(factors[c], WARPS), means[c], o_base + FROM[c], o_stride_n, first,
-            queries, SPANS[c], RECIPE.EXACT, WARPS,
-        )  # fmt: skip
+    attend_twice(
+        operand, (usable, multiplier, fraction_bits), store, sums, (means, factors, o_base), o_stride_n, first, queries,
+        HEAD_DIM, WARPS, "begin" if BEGIN else "end", RECIPE,
+    )  # fmt: skip

@@ -40,6 +40,12 @@ row_widths = gluon.constexpr_function(widths_of)
 
 
 @gluon.constexpr_function
+def of_part(constants, part):
+    """Return one of some constants."""
+    return constants[part]
+
+
+@gluon.constexpr_function
 def row_starts(keys):
     """Return the first key of each tile of a row."""
     widths = row_widths(keys)

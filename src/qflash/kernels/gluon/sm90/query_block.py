@@ -66,17 +66,17 @@ SUM_FOUR = gl.constexpr("dp4a.s32.s32 $0, $4, $5, 0; mov.b32 $1, 0; mov.b32 $2, 
 
 
 @gluon.jit
-def last_turns(KIND: gl.constexpr, whole, turns, narrow):
-    """The first of some iterations of a loop over keys, and where they end, by kind: whole ones, the last, the last if narrow.
+def part_steps(PART: gl.constexpr, whole, steps, narrow):
+    """The first iteration of a loop over keys, and where it ends, by part: whole ones, the last one, the last if narrow.
 
-    There are ``whole`` of the first kind and ``turns`` in all; ``narrow`` is 1 if half of the last tile is enough, else 0.
+    There are ``whole`` of the first part and ``steps`` in all; ``narrow`` is 1 if half of the last tile is enough, else 0.
     """
-    if KIND == 0:
+    if PART == 0:
         start, stop = 0, whole
-    elif KIND == 1:
-        start, stop = whole, turns - narrow
+    elif PART == 1:
+        start, stop = whole, steps - narrow
     else:
-        start, stop = turns - narrow, turns
+        start, stop = steps - narrow, steps
     return start, stop
 
 
@@ -84,8 +84,9 @@ def last_turns(KIND: gl.constexpr, whole, turns, narrow):
 def padded_columns(s, there, filler):
     """A tile of scores with ``filler``, one or one per row, in the columns of keys past the last; ``there`` keys are left."""
     L: gl.constexpr = s.type.layout
+    filler = beside_rows(filler, L)
     n = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, L))
-    return gl.where((n < there)[None, :], s, beside_rows(filler, L))
+    return gl.where((n < there)[None, :], s, filler)
 
 
 @gluon.jit
@@ -515,11 +516,11 @@ def store_span(
     M: gl.constexpr = numerator.shape[0]
     D: gl.constexpr = numerator.shape[1]
     L: gl.constexpr = output_layout(D, WARPS, ACROSS)
-    ASIDE: gl.constexpr = EXACT and is_stored(mean.type)
-    if EXACT and not ASIDE:
+    IN_MEMORY: gl.constexpr = EXACT and is_stored(mean.type)
+    if EXACT and not IN_MEMORY:
         numerator = _less_missing(numerator, missing, mean, WARPS, ACROSS)
     x = gl.convert_layout(_from_fragment_order(numerator, ACROSS), L, assert_trivial=True)
-    if ASIDE:
+    if IN_MEMORY:
         x -= _beside_outputs(missing, L, WARPS, ACROSS) * mean.load(gl.SliceLayout(0, L))[None, :]
     factor, shift, half = beside_channels(factor, L), beside_channels(shift, L), beside_channels(half, L)
     if o_base.dtype.element_ty == gl.int8:

@@ -37,7 +37,7 @@ class Row:
     most: gl.tensor
 
     @gluon.jit
-    def raised(self, s, WARPS: gl.constexpr):
+    def raised(self, s, PART: gl.constexpr, WARPS: gl.constexpr):
         """A tile of scores that do not wrap."""
         return raised_if_needed((s,), self.least, score_layout(8, WARPS), 1)[0]
 

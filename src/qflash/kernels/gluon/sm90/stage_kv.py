@@ -8,7 +8,7 @@ storage offset of P (step 5). All warps of the program share the work. In order:
 2. floats: :func:`quantize_keys` and :func:`quantize_values`: ranges within each thread, then within each warp by
    shuffles, then through shared memory between warps, once; every thread computes the scales it needs; int8 values go
    to shared memory;
-3. :func:`sums_aside`: sums of V's channels.
+3. :func:`stored_sums`: sums of V's channels.
 
 A thread has four neighbouring keys ("quads") of a few channels (:func:`.sm90.layouts.quad_layout`). So the transposed
 store of V writes words of four keys. In shared memory, per tile and span, swizzled for wgmma:
@@ -426,7 +426,7 @@ def natural_order(x, ACROSS: gl.constexpr):
 
 
 @gluon.jit
-def sums_aside(
+def stored_sums(
     v_smem, SUMS: gl.constexpr, EXACT: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr
 ):  # fmt: skip
     """(-127 times the sums of V's channels, twice their means), in shared memory, span by span.

@@ -12,7 +12,8 @@ from ...common.tile_ops import MOST_ROUNDED_KEYS
 from ..releases import aggregate
 from ..row_ops import row_sum
 from .layouts import row_starts, row_widths
-from .query_block import last_turns, padded_columns, stored_columns, tile_of
+from .query_block import padded_columns, part_steps, stored_columns, tile_of
+from .rows import row_maximum, row_numbers
 
 
 @gluon.constexpr_function
@@ -61,6 +62,10 @@ class KnownKeys:
         return 0, STEPS
 
     @gluon.jit
+    def at(self, step, TILE: gl.constexpr, PART: gl.constexpr):
+        return step
+
+    @gluon.jit
     def keys(self, step, TILE: gl.constexpr, PART: gl.constexpr):
         if PART == 0:
             k = tile_at(self.k_whole, step * self.UNROLL + TILE)
@@ -80,6 +85,19 @@ class KnownKeys:
     @gluon.jit
     def padded(self, s, filler, step, TILE: gl.constexpr, PART: gl.constexpr):
         return s
+
+    @gluon.jit
+    def release(self, step, TILE: gl.constexpr, PART: gl.constexpr):
+        pass
+
+    @gluon.jit
+    def row(self, q, largest, multiplier, fraction_bits, CHANNELS: gl.constexpr, OFFSET: gl.constexpr, WARPS: gl.constexpr):
+        row_max = row_maximum(largest, multiplier, WARPS)
+        return row_numbers(q, row_max, multiplier, fraction_bits, CHANNELS, OFFSET, WARPS)
+
+    @gluon.jit
+    def again(self, row):
+        return self
 
     @gluon.jit
     def sums(self, total, fine, most, EXACT: gl.constexpr):
@@ -129,7 +147,7 @@ def tile_at(whole, i):
 
 @gluon.constexpr_function
 def last_width(kind, tile):
-    """Return the keys of a tile of a kind of :func:`.sm90.query_block.last_turns`, where whole ones have ``tile``."""
+    """Return the keys of a tile of a kind of :func:`.sm90.query_block.part_steps`, where whole ones have ``tile``."""
     return tile // 2 if kind == 2 else tile
 
 
@@ -140,7 +158,7 @@ class PackedKeys:
     Attributes:
         k_smem, v_smem: tiles of COLUMNS keys, each span in one piece.
         left: keys of the head.
-        COLUMNS, TILES, STARTS: as :mod:`.sm90.two_pass` wants them: a tile an iteration, in parts of :func:`last_turns`.
+        COLUMNS, TILES, STARTS: as :mod:`.sm90.two_pass` wants them: a tile an iteration, in parts of :func:`part_steps`.
     """
 
     k_smem: gl.tuple
@@ -152,12 +170,16 @@ class PackedKeys:
 
     @gluon.jit
     def steps(self, PART: gl.constexpr):
-        return last_turns(PART, self.left // self.COLUMNS, gl.cdiv(self.left, self.COLUMNS), self.narrow())
+        return part_steps(PART, self.left // self.COLUMNS, gl.cdiv(self.left, self.COLUMNS), self.narrow())
 
     @gluon.jit
     def narrow(self):
         """1 if half of the last tile is enough, else 0."""
         return ((self.left - 1) % self.COLUMNS < self.COLUMNS // 2).to(gl.int32)
+
+    @gluon.jit
+    def at(self, step, TILE: gl.constexpr, PART: gl.constexpr):
+        return step
 
     @gluon.jit
     def keys(self, step, TILE: gl.constexpr, PART: gl.constexpr):
@@ -172,6 +194,19 @@ class PackedKeys:
         if PART > 0:
             s = padded_columns(s, self.left - step * self.COLUMNS, filler)
         return s
+
+    @gluon.jit
+    def release(self, step, TILE: gl.constexpr, PART: gl.constexpr):
+        pass
+
+    @gluon.jit
+    def row(self, q, largest, multiplier, fraction_bits, CHANNELS: gl.constexpr, OFFSET: gl.constexpr, WARPS: gl.constexpr):
+        row_max = row_maximum(largest, multiplier, WARPS)
+        return row_numbers(q, row_max, multiplier, fraction_bits, CHANNELS, OFFSET, WARPS)
+
+    @gluon.jit
+    def again(self, row):
+        return self
 
     @gluon.jit
     def sums(self, total, fine, most, EXACT: gl.constexpr):

@@ -129,7 +129,7 @@ def _beside_last(x, L: gl.constexpr):
 
 @gluon.jit
 def _last_sums(smem, SUMS: gl.constexpr, L: gl.constexpr):
-    """The sums of :func:`.sm90.stage_kv.sums_aside`, from shared memory, broadcast to outputs whose rows are channels."""
+    """The sums of :func:`.sm90.stage_kv.stored_sums`, from shared memory, broadcast to outputs whose rows are channels."""
     if SUMS == "begin":
         sums = _beside_last(in_order(smem.load(gl.BlockedLayout([4], [32], [4], [0]))), L)
     elif smem.shape[0] >= 64:
@@ -213,7 +213,7 @@ def last_rows(
         query_bits, scales: see :func:`.sm90.rows.query_factors`.
         v_smem: V with at least 64 rows per span, the fewest of a product; outputs of rows past the channels are not
             stored.
-        sums: from :func:`.sm90.stage_kv.sums_aside`: products begin at them.
+        sums: from :func:`.sm90.stage_kv.stored_sums`: products begin at them.
         output: see :func:`.sm90.rows.store_outputs`.
     """
     N: gl.constexpr = q_smem[0].shape[0]

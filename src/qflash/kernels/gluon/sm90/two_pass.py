@@ -2,13 +2,16 @@
 
 Equations 3 to 11 (steps 2 to 7 of ``docs/algorithm.md``): :func:`row_maxima`, the first pass, keeps no score;
 :func:`weigh_values`, the second pass, computes the scores again. Where the keys are, and when they are there, a *store* knows
-(:mod:`.sm90.stores`):
+(:mod:`.sm90.stores`, :mod:`.sm90.ring`):
 
 * ``TILES``: a row of keys is passed over in parts, each a loop over iterations of so many tiles;
 * ``steps(part)``: the first iteration of that loop and where it ends;
-* ``keys(...)`` and ``values(...)``: a tile in shared memory, span by span, by (iteration, tile of it, part);
+* ``at(step, tile, part)``: where a tile of an iteration is, for the following;
+* ``keys(at, tile, part)`` and ``values(...)``: it in shared memory, span by span;
 * ``padded(...)``: a tile's scores, with a filler in the columns of keys past the last, or as they are;
 * ``STARTS`` and ``COLUMNS``: a part's first column, and from which one on probabilities are 0;
+* ``release(...)``: these keys are read;
+* ``row(q, ...)``: the numbers of rows between the passes (:class:`.sm90.rows.Row`); ``again(...)``: the store of the second pass;
 * ``sums(...)``: sums of stored P per row, of P before rounding, and how many P they have.
 """
 
@@ -18,7 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...common.tile_ops import MASKED
-from .layouts import product_layout, quarter_layout, score_layout, value_widths
+from .layouts import of_part, product_layout, quarter_layout, score_layout, value_widths
 from .query_block import (
     add_values,
     begin_outputs,
@@ -30,13 +33,7 @@ from .query_block import (
     start_scores,
     sums_of_four,
 )
-from .rows import finished_outputs, query_factors, row_maximum, row_numbers, store_outputs
-
-
-@gluon.constexpr_function
-def of_part(constants, part):
-    """Return a part's of the constants of all parts."""
-    return constants[part]
+from .rows import finished_outputs, store_outputs
 
 
 @gluon.jit
@@ -50,11 +47,14 @@ def row_maxima(q, store, WARPS: gl.constexpr):
             # all products of an iteration are started before the first maximum
             scores = ()
             for tile in gl.static_range(of_part(store.TILES, part)):
-                scores = scores + (start_scores(q, store.keys(step, tile, part), WARPS, 1),)
+                k = store.keys(store.at(step, tile, part), tile, part)
+                scores = scores + (start_scores(q, k, WARPS, 1),)
             for tile in gl.static_range(len(scores)):
+                at = store.at(step, tile, part)
                 s = finished(scores[tile], len(q) * (len(scores) - 1 - tile), WARPS)
-                s = store.padded(s, nothing, step, tile, part)
+                s = store.padded(s, nothing, at, tile, part)
                 largest = gl.maximum(largest, fold_columns(s, WARPS))
+                store.release(at, tile, part)
     return largest
 
 
@@ -64,7 +64,7 @@ def weigh_values(q, store, row, accumulator, EXACT: gl.constexpr, OPERAND: gl.co
 
     The sums are int32 (rows, 4), for ``store.sums``.
 
-    ``row`` is from :func:`.sm90.rows.row_numbers`.
+    ``row`` is from ``store.row``.
     """
     total = gl.zeros((16 * WARPS, 4), gl.int32, quarter_layout(WARPS))
     fine = total
@@ -72,12 +72,14 @@ def weigh_values(q, store, row, accumulator, EXACT: gl.constexpr, OPERAND: gl.co
         first, end = store.steps(part)
         for step in range(first, end):
             for tile in gl.static_range(of_part(store.TILES, part)):
-                s = finished(start_scores(q, store.keys(step, tile, part), WARPS, 1), 0, WARPS)
-                s = store.padded(row.raised(s, WARPS), row.largest, step, tile, part)
+                at = store.at(step, tile, part)
+                s = finished(start_scores(q, store.keys(at, tile, part), WARPS, 1), 0, WARPS)
+                store.release(at, tile, part)
+                s = store.padded(row.raised(s, part, WARPS), row.largest, at, tile, part)
                 p, finer = exponentiate(
                     s, row.slope, row.begin, row.constant, OPERAND, of_part(store.STARTS, part), store.COLUMNS, EXACT, WARPS, 1
                 )
-                accumulator = add_values(accumulator, p, store.values(step, tile, part), WARPS, 1)
+                accumulator = add_values(accumulator, p, store.values(at, tile, part), WARPS, 1)
                 total += quarter_sums(sums_of_four(p), WARPS)
                 if EXACT:
                     fine += quarter_sums(finer, WARPS)
@@ -86,14 +88,14 @@ def weigh_values(q, store, row, accumulator, EXACT: gl.constexpr, OPERAND: gl.co
 
 @gluon.jit
 def attend_twice(
-    q, query_bits, scales, store, sums, output, o_stride_n: gl.constexpr, first, queries, CHANNELS: gl.constexpr,
+    q, factors, store, sums, output, o_stride_n: gl.constexpr, first, queries, CHANNELS: gl.constexpr,
     WARPS: gl.constexpr, SUMS: gl.constexpr, RECIPE: gl.constexpr,
 ):  # fmt: skip
     """Attention of a block of queries, from int8 queries to stored outputs.
 
     Args:
         q: queries, span by span.
-        query_bits, scales: see :func:`.sm90.rows.query_factors`.
+        factors: from :func:`.sm90.rows.query_factors`.
         store: keys and values.
         sums: -127 times the sums of V's channels, in shared memory; products begin at them, or they are added at the end.
         output: see :func:`.sm90.rows.store_outputs`.
@@ -102,10 +104,11 @@ def attend_twice(
     """
     DV: gl.constexpr = value_widths(CHANNELS)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, product_layout(DV[0], WARPS), 4)
-    usable, multiplier, fraction_bits = query_factors(query_bits, scales, RECIPE)
-    row_max = row_maximum(row_maxima(q, store, WARPS), multiplier, WARPS)
-    row = row_numbers(q, row_max, multiplier, fraction_bits, CHANNELS, RECIPE.OFFSET, WARPS)
+    usable, multiplier, fraction_bits = factors
+    largest = row_maxima(q, store, WARPS)
+    row = store.row(q, largest, multiplier, fraction_bits, CHANNELS, RECIPE.OFFSET, WARPS)
     accumulator = begin_outputs(sums, DV, SUMS == "begin", WARPS, 1)
+    store = store.again(row)
     accumulator, total, fine = weigh_values(q, store, row, accumulator, RECIPE.EXACT, OPERAND, WARPS)
     total, fine, count = store.sums(total, fine, row.most, RECIPE.EXACT)
     rows = row_inverses(total, fine, count, RECIPE.EXACT)

@@ -166,8 +166,11 @@ def write(rows: list[dict[str, Any]], amx: str) -> None:
 
 
 def problems() -> list[Group]:
-    """Return the results by problem."""
-    return groups(declared.rows(RESULTS.stem), col.MODEL, col.BATCH, "threads", "amx")
+    """Return the results by problem, those with AMX first, then by model and batch."""
+    order = sorted(
+        declared.rows(RESULTS.stem), key=lambda row: (row["amx"] == WITHOUT, MODELS.index(row[col.MODEL]), row[col.BATCH])
+    )
+    return groups(order, col.MODEL, col.BATCH, "threads", "amx")
 
 
 OTHERS = (*OPENVINO, ONNXRUNTIME)

@@ -803,8 +803,9 @@ package has no fp16, so it takes the inputs in bf16. SageAttention takes 64, 96 
     Section(
         "Latency from 8 bits",
         REPLAY,
-        """The run of the first table; quantisation is outside the clock. FA3 float8 takes e4m3 with one scale a tensor, of a
-multiple of 16 channels, and returns bf16.""",
+        (peers_run("float8") if float8_file() == file_of("peers_float8") else "The run of the first table.")
+        + """ Quantisation is outside the clock. FA3 float8 takes e4m3 with one scale a tensor, of a multiple of 16 channels,
+and returns bf16; cuDNN float8, where there is one, takes and returns e4m3.""",
         Table(beside_float8, from_8_bits),
         (float8_file(),),
     ),

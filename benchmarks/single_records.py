@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import declared
-import pages
 from declared import FILE, Group, Of, Table, blank, groups, record
 from integer_networks import shown
 from qflash_lab.bench import schema as col
@@ -187,6 +186,14 @@ TABLES = {
         ),
         lambda row: f"browser.json: milliseconds[{row['key']!r}], bytes[{row['file_key']!r}]",
     ),
+    "record:dense": Table(
+        lambda: declared.rows("dense_head"),
+        (
+            names("", col.METHOD), Column("Right pixels, %", "right_percent", ".1f"),
+            Column("Mean IoU, %", "mean_iou_percent", ".1f"),
+            Column("Same class as all in floating point, % of pixels", "same_percent", ".1f"),
+        ),
+    ),
     "record:served": Table(
         served,
         (
@@ -201,15 +208,8 @@ TABLES = {
 """Between markers of the pages."""
 
 
-def blocks() -> dict[str, list[str]]:
-    """Return the lines between markers of the pages, by the markers' names."""
-    return {marker: table.markdown() for marker, table in TABLES.items()}
-
-
-def files() -> list[str]:
-    """Return the result files behind the tables that are not of rows."""
-    return ["browser.json", "c_program.json", "scale_cpu.json"]
+PARTS = declared.Parts(TABLES, reads=("browser.json", "c_program.json", "scale_cpu.json"))
 
 
 if __name__ == "__main__":
-    pages.write(blocks())
+    PARTS.write()

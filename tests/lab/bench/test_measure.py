@@ -27,7 +27,11 @@ def measured(run: Any) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("run", [*MEASURE.RUNS, *MEASURE.PEER_RUNS[:2]], ids=lambda run: run.name)
+PEERS = [run for run in MEASURE.PEER_RUNS if run.name != "peers_float8" or measured(run)]
+"""float8 alone may not have been measured: its rows are then those of another run."""
+
+
+@pytest.mark.parametrize("run", [*MEASURE.RUNS, *PEERS], ids=lambda run: run.name)
 def test_run_has_the_rows_of_the_results(run: Any) -> None:
     results = measured(run)
     assert "h200" in results
@@ -43,7 +47,7 @@ def check_rows(run: Any, record: dict[str, Any]) -> None:
         # the tables of other shapes say that PyTorch's memory-efficient kernel was not in the committed run
         missing = {"sdpa efficient"} if run.name == "shapes" else set()
         assert set(run.methods) - missing <= {row["method"] for row in record["rows"]} <= set(run.methods)
-    assert {row["method"] for row in record["rows"]} >= set(MEASURE.col.OURS)
+    assert {row["method"] for row in record["rows"]} >= set(MEASURE.col.OURS) & set(run.methods or MEASURE.col.OURS)
     assert {row["mode"] for row in record["rows"]} == set(run.modes)
 
 

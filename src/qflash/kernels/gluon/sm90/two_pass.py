@@ -11,7 +11,7 @@ Equations 3 to 11 (steps 2 to 7 of ``docs/algorithm.md``): :func:`row_maxima`, t
 * ``padded(...)``: a tile's scores, with a filler in the columns of keys past the last, or as they are;
 * ``STARTS`` and ``COLUMNS``: a part's first column, and from which one on probabilities are 0;
 * ``release(...)``: these keys are read;
-* ``row(q, ...)``: the numbers of rows between the passes (:class:`.sm90.rows.Row`); ``again(...)``: the store of the second pass;
+* ``row(q, ...)``: numbers of rows between the passes (:class:`.sm90.rows.Row`); ``again(...)``: the store of the second pass;
 * ``sums(...)``: sums of stored P per row, of P before rounding, and how many P they have.
 """
 

@@ -98,7 +98,7 @@ REGISTERS = _column("registers", "registers a thread, the most of the kernels")
 INSTRUCTIONS = _column("instructions", "warp instructions of the call")
 
 # Comparisons.
-BEST_SDPA = _column("best_sdpa", "the fastest of PyTorch's fused kernels beside it")
+BEST_SDPA = _column("best_sdpa", "the fastest of PyTorch's fused kernels in the same run")
 RATIO = _column("ratio", "to what the command compares with; its record says how")
 RATIO_Q1 = _column("ratio_q1", "lower quartile of the ratio")
 RATIO_Q3 = _column("ratio_q3", "upper quartile of the ratio")

@@ -716,7 +716,13 @@ class _Tracer(fx.Interpreter):
         return self.product(Product(x, self.seen(0), Matrix.of(weight), None if bias is None else wide(bias)))
 
     def product(self, layer: Product) -> View:
-        """Add a linear layer. One on another is one with the product of their weights, as a low-rank update of weights is."""
+        """Add a linear layer. One on another is one with the product of their weights, as a low-rank update of weights is.
+
+        Of several tokens joined channel by channel it takes one token after the other.
+        """
+        if (order := _token_order(layer.view)) is not None:
+            seen = call_behind(layer.seen[0], "ordered", lambda x: x[..., order.to(x.device)])
+            layer = Product(layer.view.moved(lambda y: y[..., order]), [seen], layer.matrix.columns(order), layer.bias)
         alone = layer
         if (first := _product_of(layer.view)) is not None:
             bias = layer.bias
@@ -1048,6 +1054,25 @@ def _image_order(view: View) -> torch.Tensor | None:
     if bool((places < 0).any()) or bool((image.diff() >= 0).all()):
         return None
     return image.argsort(stable=True)
+
+
+def _token_order(view: View) -> torch.Tensor | None:
+    """Return an order of channels, int64, that has one token after the other; None where they lie so or are something else."""
+    channels, width = view.source.channels, view.shape[-1]
+    if view.source.kind == "images" or view.index is None or width <= channels or width % channels:
+        return None
+    places = view.index.reshape(-1, width)
+    places = places[(places >= 0).all(dim=1)]
+    if not len(places):
+        return None
+    tokens, column = places[0] // channels, places[0] % channels
+    # tokens in the order in which the first row has them
+    rank = (tokens == tokens[:, None]).int().argmax(dim=1)
+    order = (rank * channels + column).argsort()
+    found = places[:, order].unflatten(1, (-1, channels))
+    if bool((found[..., :1] % channels).any()) or not torch.equal(found, found[..., :1] + counted(channels)):
+        return None
+    return None if torch.equal(order, counted(width)) else order
 
 
 def _constant_view(source: Operation, x: torch.Tensor) -> View:

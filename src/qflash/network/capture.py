@@ -721,8 +721,8 @@ class _Tracer(fx.Interpreter):
         Of several tokens joined channel by channel it takes one token after the other.
         """
         if (order := _token_order(layer.view)) is not None:
-            seen = call_behind(layer.seen[0], "ordered", lambda x: x[..., order.to(x.device)])
-            layer = Product(layer.view.moved(lambda y: y[..., order]), [seen], layer.matrix.columns(order), layer.bias)
+            view = layer.view.moved(ordered := functools.partial(_ordered, order=order))
+            layer = Product(view, [call_behind(layer.seen[0], "ordered", ordered)], layer.matrix.columns(order), layer.bias)
         alone = layer
         if (first := _product_of(layer.view)) is not None:
             bias = layer.bias
@@ -1054,6 +1054,10 @@ def _image_order(view: View) -> torch.Tensor | None:
     if bool((places < 0).any()) or bool((image.diff() >= 0).all()):
         return None
     return image.argsort(stable=True)
+
+
+def _ordered(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    return x[..., order.to(x.device)]
 
 
 def _token_order(view: View) -> torch.Tensor | None:

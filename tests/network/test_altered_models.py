@@ -73,6 +73,25 @@ class Mlp(timm.layers.Mlp):  # type: ignore[name-defined]
         return super().forward(x) * x.mean(-1, keepdim=True).tanh()
 
 
+class Pixels(nn.Module):
+    """Normalises channels once more, as models do that take pixels from 0 to 1."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x - torch.tensor([0.2, -0.4, 0.1])[:, None, None]) / torch.tensor([0.6, 2.0, 1.5])[:, None, None]
+
+
+class Clamp(nn.Module):
+    """Clips at two buffers, and above alone without a bound."""
+
+    def __init__(self, bound: float | None = None) -> None:
+        super().__init__()
+        self.register_buffer("most", torch.tensor(torch.inf if bound is None else bound))
+        self.register_buffer("least", None if bound is None else torch.tensor(-bound))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clamp(self.least, self.most)
+
+
 class GELU(nn.Module):
     """Of the same name as timm's, and a sigmoid."""
 
@@ -354,6 +373,12 @@ ALTERED: dict[str, tuple[str, Callable[[Any], None], str]] = {
         r"tokens are not class tokens, then patches in their order",
     ),
     "positions: replaced": (
+    "stem: pixels in another unit": ("vit", put("patch_embed.proj", lambda x: nn.Sequential(Pixels(), x)), RIGHT),
+    "stem: pixels in several units": (
+        "vit",
+        method("", "forward", lambda old, x: old(x * torch.linspace(1, 2, x.shape[-1]))),
+        r"linear layer on pixels that a model treats differently from patch to patch",
+    ),
         "vit",
         method("", "_pos_embed", lambda old, x: old(x).roll(1, 1)),
         r"tokens are not class tokens, then patches in their order",

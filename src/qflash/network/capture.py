@@ -718,8 +718,11 @@ class _Tracer(fx.Interpreter):
     def product(self, layer: Product) -> View:
         """Add a linear layer. One on another is one with the product of their weights, as a low-rank update of weights is.
 
-        Of several tokens joined channel by channel it takes one token after the other.
+        Of several tokens joined channel by channel it takes one token after the other. What a model multiplies pixels by, and
+        adds to them, is in the weights.
         """
+        if layer.view.source.kind == "images" and (layer.view.factor is not None or layer.view.term is not None):
+            layer = self.of_pixels(layer)
         if (order := _token_order(layer.view)) is not None:
             view = layer.view.moved(ordered := functools.partial(_ordered, order=order))
             layer = Product(view, [call_behind(layer.seen[0], "ordered", ordered)], layer.matrix.columns(order), layer.bias)
@@ -738,6 +741,19 @@ class _Tracer(fx.Interpreter):
             self.operations[-1].apart = alone
         return out
 
+    def of_pixels(self, layer: Product) -> Product:
+        """Return a linear layer on pixels with what is multiplied with them, and added to them, in its weights and bias."""
+        view, matrix, bias, width = layer.view, layer.matrix, layer.bias, layer.view.shape[-1]
+        factor, term = (None if x is None else x.expand(view.shape).reshape(-1, width) for x in (view.factor, view.term))
+        for x in (factor, term):
+            if x is not None and not bool((x == x[:1]).all()):
+                raise self.refusal("linear layer on pixels that a model treats differently from patch to patch")
+        if term is not None:
+            bias = matrix.make() @ term[0] + (0 if bias is None else bias)
+        if factor is not None:
+            matrix = matrix.with_inputs(factor[0])
+        return Product(dataclasses.replace(view, factor=None, term=None), layer.seen, matrix, bias)
+
     def addmm(self, bias: Any, x: Any, weight: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
         if not isinstance(x, View) or _has_view(weight) or _has_view(bias) or (beta, alpha) != (1, 1):
             raise self.refusal("addmm")
@@ -753,17 +769,16 @@ class _Tracer(fx.Interpreter):
         groups = rest[-1] if rest else 1
         if not isinstance(x, View) or any(pads) or any(g != 1 for g in gaps) or groups != 1 or (len(rest) > 1 and rest[0]):
             raise self.refusal("convolution with padding, dilation or groups")
-        moved = x.places()
-        for dim, (size, step) in enumerate(zip(sizes, steps, strict=True), 2):
-            moved = moved.unfold(dim, size, step)
-        grid = moved.shape[2 : 2 + len(sizes)]
+        count = len(sizes)
         # (batch, channels, *grid, *sizes) -> (batch, *grid, channels, *sizes)
-        order = (0, *range(2, 2 + len(sizes)), 1, *range(2 + len(sizes), 2 + 2 * len(sizes)))
-        patches = moved.permute(order).reshape(x.shape[0], *grid, -1)
-        if x.factor is not None or x.term is not None:
-            raise self.refusal("convolution of what a constant was added to")
-        view = View(x.source, tuple(patches.shape), patches)
-        out = self.product(Product(view, self.seen(0), Matrix.of(weight), None if bias is None else wide(bias)))
+        order = (0, *range(2, 2 + count), 1, *range(2 + count, 2 + 2 * count))
+
+        def patches(y: torch.Tensor) -> torch.Tensor:
+            for dim, (size, step) in enumerate(zip(sizes, steps, strict=True), 2):
+                y = y.unfold(dim, size, step)
+            return y.permute(order).flatten(1 + count)
+
+        out = self.product(Product(x.moved(patches), self.seen(0), Matrix.of(weight), None if bias is None else wide(bias)))
         return out.moved(lambda y: y.movedim(-1, 1))
 
     def matmul(self, a: Any, b: Any) -> Any:

@@ -53,6 +53,10 @@ class Matrix:
         """Return the matrix with its rows multiplied by float64 (outputs,), if there is such a factor."""
         return self if factor is None else Matrix(self.shape, lambda: self.make() * factor[:, None])
 
+    def with_inputs(self, factor: torch.Tensor) -> Matrix:
+        """Return the matrix for inputs that were multiplied by float64 (inputs,) before."""
+        return Matrix(self.shape, lambda: self.make() * factor)
+
     def plus(self, other: Matrix) -> Matrix:
         """Return a sum."""
         return Matrix(self.shape, lambda: self.make() + other.make())

@@ -340,7 +340,9 @@ class Lowering:
         term = rows.term
         view = operation.inputs[0]
         pixels = slice(None) if order is None else order
-        seen = call_behind(operation.seen[0], "patches", lambda images: view.evaluate(images.flatten(1))[..., pixels])
+        seen = call_behind(
+            self.captured.operations[0].node, "patches", lambda images: view.evaluate(images.flatten(1))[..., pixels]
+        )
         self.observed[seen] = True
 
         def fill(ranges: Ranges) -> None:

@@ -332,6 +332,12 @@ ALTERED: dict[str, tuple[str, Callable[[Any], None], str]] = {
         r"gelu of blocks.0.mlp.act .* stands before something else",
     ),
     "mlp: LoRA in fc2": ("vit", put("blocks.1.mlp.fc2", LoRALinear), RIGHT),
+    "mlp: clamped at infinity": ("vit", put("blocks.1.mlp.fc2", lambda x: nn.Sequential(Clamp(torch.inf), x, Clamp())), RIGHT),
+    "mlp: clamped": (
+        "vit",
+        put("blocks.1.mlp.fc2", lambda x: nn.Sequential(x, Clamp(2.0))),
+        r"aten.clamp.* in blocks.1.mlp.fc2.1",
+    ),
     "mlp: weight norm": ("vit", weight_norm("blocks.0.mlp.fc1"), RIGHT),
     # normalisation
     "norm: subclass": ("vit", put("blocks.0.norm1", lambda x: Halved(48)), RIGHT),
@@ -367,18 +373,18 @@ ALTERED: dict[str, tuple[str, Callable[[Any], None], str]] = {
     ),
     "stem: a container": ("vit", put("patch_embed.proj", lambda x: nn.Sequential(x)), RIGHT),
     "stem: subclass": ("vit", become(Sharper, "patch_embed.proj"), r"difference in patch_embed.proj"),
-    "stem: hooked": (
-        "vit",
-        hook("patch_embed", lambda _, __, out: out.flip(1)),
-        r"tokens are not class tokens, then patches in their order",
-    ),
-    "positions: replaced": (
     "stem: pixels in another unit": ("vit", put("patch_embed.proj", lambda x: nn.Sequential(Pixels(), x)), RIGHT),
     "stem: pixels in several units": (
         "vit",
         method("", "forward", lambda old, x: old(x * torch.linspace(1, 2, x.shape[-1]))),
         r"linear layer on pixels that a model treats differently from patch to patch",
     ),
+    "stem: hooked": (
+        "vit",
+        hook("patch_embed", lambda _, __, out: out.flip(1)),
+        r"tokens are not class tokens, then patches in their order",
+    ),
+    "positions: replaced": (
         "vit",
         method("", "_pos_embed", lambda old, x: old(x).roll(1, 1)),
         r"tokens are not class tokens, then patches in their order",

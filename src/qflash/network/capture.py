@@ -898,6 +898,9 @@ class _Tracer(fx.Interpreter):
         least, most = named.get("min", least), named.get("max", most)
         if self.visible is not None and self.is_ids(x) and least == 0 and most is None:
             return x  # where there is no token there may be any
+        ends = [] if _has_view((least, most)) else [wide(y) * sign for y, sign in ((least, -1), (most, 1)) if y is not None]
+        if isinstance(x, View) and ends and all(bool((end == math.inf).all()) for end in ends):
+            return x  # which clips nothing
         if most is not None or least is None:
             self._refuse_call()
         return self.clamp_min(x, least)

@@ -36,7 +36,7 @@ from .operators.norms import RmsNorm
 from .operators.select_token import SelectToken
 from .operators.token_embedding import TokenEmbedding
 from .operators.tokens import Tokens
-from .rotary_patterns import Turn, TurnedHeads, turn_of
+from .rotary_patterns import Turn, TurnedHeads, Values, turn_of
 
 Ranges = dict[fx.Node, Range]
 """What calibration saw, by node of the traced graph."""
@@ -966,8 +966,8 @@ class Lowering:
         if operation.query is None:
             parts.insert(0, self.heads_of(query, operation, parts[0].turn))
         with_norms = [part for part in parts if part.norm is not None]
-        if with_norms and (len(parts) != 3 or with_norms != parts[:2]):
-            raise _refuse(operation, "only query and key together can be normalised")
+        if with_norms and (len(parts) != 3 or with_norms not in (parts[:2], parts)):
+            raise _refuse(operation, "only query and key together, or both with the values, can be normalised")
         if any(not torch.equal(part.tokens, counted(len(part.tokens))) for part in parts):
             raise _refuse(operation, "it takes some tokens of its linear layers that are not the first ones")
         if any(len(part.tokens) != part.linear.rows // batch for part in parts[-2:]):
@@ -1002,9 +1002,12 @@ class Lowering:
             turned = TurnedHeads(self, operation, prefix, source, parts, matrix, bias)
             names = turned.names
         elif with_norms:
-            # in a unit each, for the normalisations; values need none
-            layers = [Linear(matrix.shape[1], 2 * heads * width, "int16"), Linear(matrix.shape[1], heads * width, "int8")]
+            # in a unit each, for the normalisations
+            split = 2 * heads * width
+            biases = (None, None) if bias is None else (bias[:split], bias[split:])
+            layers = [Linear(matrix.shape[1], split, "int16")]
             both = self.add(f"{prefix}.qk", layers[0], source)
+            with_norms = parts[:2]
             norms = [
                 _norm_kind(part.norm)(width, "int8", part=(number * heads * width, heads))
                 for number, part in enumerate(with_norms)
@@ -1014,7 +1017,8 @@ class Lowering:
                 # a norm that is spelled out has the attention's name
                 own = part.norm.name if part.norm is not None and part.norm.name != operation.name else ""
                 names.append(self.add(own or f"{prefix}.{letter}_norm", each, both))
-            names.append(self.add(f"{prefix}.v", layers[1], source))
+            of_values = Values(self, prefix, source, parts[2], matrix.rows(slice(split, None)), biases[1])
+            names.append(of_values.name)
         else:
             layers = [Linear(matrix.shape[1], matrix.shape[0], "int8")]
             alone = all(part.linear is first for part in parts)
@@ -1030,10 +1034,10 @@ class Lowering:
         self.twins[node] = FloatTwin(mask=float_mask, query=None if operation.query is None else operation.query[None],
                                      head_scale=operation.head_scale)  # fmt: skip
         if turned is None:
-            linears = [both, names[-1]] if with_norms else names
+            linears = [both] if norms else names
             for made, rows_made in self.split_rows(linears, layers):
                 self.twins[made] = FloatTwin(matrix.rows(rows_made), None if bias is None else bias[rows_made])
-            for part, made in zip(with_norms, names, strict=False):
+            for part, made in zip(with_norms[: len(norms)], names, strict=False):
                 self.twins[made] = part.float_norm().twin()
         for part in parts:
             self.watch(part.linear.node, *(() if part.norm is None else (part.norm.seen[0], part.norm.node)))
@@ -1048,21 +1052,19 @@ class Lowering:
             if constant is not None:
                 ends.insert(0, (constant.amin(dim=1), constant.amax(dim=1)))
             grids = cv.attention_grids(*ends)
-            values = grids.value_step.flatten(), grids.value_middle.flatten()
+            middle_of_values = grids.value_middle.expand(heads, width).flatten()
             if turned is not None:
                 turned.fill(ranges, grids, grid, mean)
             elif norms:
                 # the normalisations have the same weights in all heads, whose rows they take in one unit
                 units = [cv.unit_of(ranges[part.norm.seen[0]]) for part in with_norms if part.norm is not None]
-                split = 2 * heads * width
-                biases = (None, None) if bias is None else (bias[:split], bias[split:])
                 unit = cv.each(units, heads * width)
                 cv.fill_linear(layers[0], weight[:split], biases[0], grid, mean, unit)
-                self.grids[both], self.grids[names[2]] = Grid(unit, torch.zeros_like(unit)), Grid(*values)
+                self.grids[both] = Grid(unit, torch.zeros_like(unit))
                 query_step = grids.query_step[0]
                 self.grids[names[0]] = Grid(query_step, torch.zeros_like(query_step))
                 self.grids[names[1]] = Grid(grids.key_step[0], grids.key_middle[0])
-                cv.fill_linear(layers[1], weight[split:], biases[1], grid, mean, *values)
+                of_values.fill(ranges, grids, grid, mean)
                 floats = [part.float_norm() for part in with_norms]
                 cv.finish_norm(norms[0], floats[0], units[0], grids.query_step[0])
                 cv.finish_norm(norms[1], floats[1], units[1], grids.key_step[0], grids.key_middle[0])
@@ -1081,7 +1083,7 @@ class Lowering:
                 module.query.copy_(values8.to(torch.int8)[None])
             grids.fill(module, operation.head_scale)
             weight_behind = None if after is None else after.make()
-            self.grids[node] = cv.fill_output(module, ranges[seen_behind], values[1], weight_behind)
+            self.grids[node] = cv.fill_output(module, ranges[seen_behind], middle_of_values, weight_behind)
             if fill_stream is not None:
                 fill_stream(ranges)
             if mask is not None and module.bias is not None:

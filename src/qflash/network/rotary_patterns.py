@@ -141,6 +141,42 @@ def _pairs(
     return first, mate[first]
 
 
+class Values:
+    """Nodes that give attention its values: a linear layer, and a normalisation behind it if they have one.
+
+    Attributes:
+        linear, name: the linear layer's node, and that whose output attention takes.
+    """
+
+    def __init__(
+        self, lowering: Any, prefix: str, source: str, part: Any, matrix: Matrix, bias: torch.Tensor | None
+    ) -> None:  # fmt: skip
+        """Add the nodes, empty; arguments as of :class:`TurnedHeads`, of the values alone."""
+        self.lowering, self.part, self.matrix, self.bias = lowering, part, matrix, bias
+        self.layer = Linear(matrix.shape[1], matrix.shape[0], "int8" if part.norm is None else "int16")
+        self.linear = self.name = lowering.add(f"{prefix}.v", self.layer, source)
+        lowering.twins[self.linear] = FloatTwin(matrix, bias)
+        if part.norm is not None:
+            heads, width = part.columns.shape
+            self.norm = (LayerNorm if part.norm.centred else RmsNorm)(width, "int8", part=(0, heads))
+            self.name = lowering.add(f"{prefix}.v_norm", self.norm, self.linear)
+            lowering.twins[self.name] = part.float_norm().twin()
+
+    def fill(self, ranges: Mapping[fx.Node, cv.Range], grids: cv.AttentionGrids, grid: Grid, mean: torch.Tensor) -> None:
+        """Fill the nodes in; arguments as of :meth:`TurnedHeads.fill`."""
+        shape, made = self.part.columns.shape, self.lowering.grids
+        step, middle = (x.expand(shape).flatten() for x in (grids.value_step, grids.value_middle))
+        if self.part.norm is None:
+            cv.fill_linear(self.layer, self.matrix.make(), self.bias, grid, mean, step, middle)
+        else:
+            # the normalisation has the same weights in all heads, whose rows it takes in one unit
+            unit = cv.unit_of(ranges[self.part.norm.seen[0]])
+            cv.fill_linear(self.layer, self.matrix.make(), self.bias, grid, mean, unit)
+            made[self.linear] = Grid(torch.full_like(step, unit), torch.zeros_like(step))
+            cv.finish_norm(self.norm, self.part.float_norm(), unit, step[: shape[1]], middle[: shape[1]])
+        made[self.name] = Grid(step, middle)
+
+
 class TurnedHeads:
     """Nodes between the normalisation before attention and attention: linear layers, normalisations, rotary positions.
 
@@ -174,9 +210,11 @@ class TurnedHeads:
             raise _refuse(user, "query and key are turned by different angles")
         heads, width = parts[0].columns.shape
         wide = heads * width
-        self.lowering, self.parts, self.turn, self.matrix, self.bias = lowering, parts, turn, matrix, bias
-        self.linear = Linear(matrix.shape[1], 2 * wide, "int16"), Linear(matrix.shape[1], wide, "int8")
-        self.both = lowering.add(f"{prefix}.qk", self.linear[0], source)
+        both, values = slice(2 * wide), slice(2 * wide, None)
+        self.lowering, self.parts, self.turn = lowering, parts, turn
+        self.matrix, self.bias = matrix.rows(both), None if bias is None else bias[both]
+        self.linear = Linear(matrix.shape[1], 2 * wide, "int16")
+        self.both = lowering.add(f"{prefix}.qk", self.linear, source)
         self.norms: list[tuple[str, LayerNorm, Any]] = []
         taken = [self.both]
         if parts[0].norm is not None:
@@ -190,15 +228,14 @@ class TurnedHeads:
         table = turn.cos.shape
         self.rotary = [Rotary(2 * wide // len(taken), table) for _ in taken]
         self.names = [lowering.add(f"{prefix}.rotary", each, name) for each, name in zip(self.rotary, taken, strict=True)]
-        self.value = lowering.add(f"{prefix}.v", self.linear[1], source)
-        for name, rows in ((self.both, slice(2 * wide)), (self.value, slice(2 * wide, None))):
-            lowering.twins[name] = FloatTwin(matrix.rows(rows), None if bias is None else bias[rows])
+        self.values = Values(lowering, prefix, source, parts[2], matrix.rows(values), None if bias is None else bias[values])
+        lowering.twins[self.both] = FloatTwin(self.matrix, self.bias)
         for name in self.names:
             lowering.twins[name] = FloatTwin(cos=turn.cos, sin=turn.sin)
         for part in parts[:2]:
             assert part.turn is not None
             lowering.watch(part.turn.seen)
-        self.names.append(self.value)
+        self.names.append(self.values.name)
 
     def fill(self, ranges: Mapping[fx.Node, cv.Range], grids: cv.AttentionGrids, grid: Grid, mean: torch.Tensor) -> None:
         """Fill the nodes in.
@@ -208,13 +245,8 @@ class TurnedHeads:
             grids: where query, key and value lie for attention.
             grid, mean: of the linear layers' inputs.
         """
-        weight, bias, made = self.matrix.make(), self.bias, self.lowering.grids
-        wide = self.parts[0].columns.numel()
-        values = grids.value_step.flatten(), grids.value_middle.flatten()
-        cv.fill_linear(
-            self.linear[1], weight[2 * wide :], None if bias is None else bias[2 * wide :], grid, mean, *values
-        )  # fmt: skip
-        made[self.value] = Grid(*values)
+        made, wide = self.lowering.grids, self.parts[0].columns.numel()
+        self.values.fill(ranges, grids, grid, mean)
         # what the rotations take, in steps of pairs: query, then key
         steps = [cv.pair_steps(*part.ends_before_turn(ranges)).expand(part.columns.shape).flatten() for part in self.parts[:2]]
         before = torch.cat(steps)
@@ -224,7 +256,7 @@ class TurnedHeads:
                 cv.finish_norm(norm, float_norm, unit, step[: norm.gain.numel()])
                 made[name] = Grid(step[: norm.gain.numel()], torch.zeros_like(norm.gain, dtype=torch.float64))
             before = cv.each(units, wide)
-        cv.fill_linear(self.linear[0], weight[: 2 * wide], None if bias is None else bias[: 2 * wide], grid, mean, before)
+        cv.fill_linear(self.linear, self.matrix.make(), self.bias, grid, mean, before)
         made[self.both] = Grid(before, torch.zeros_like(before))
         table = pack_turns((self.turn.cos * ONE).round(), (self.turn.sin * ONE).round())
         after = torch.cat((grids.query_step.flatten(), grids.key_step.flatten()))

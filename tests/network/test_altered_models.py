@@ -73,6 +73,11 @@ class Mlp(timm.layers.Mlp):  # type: ignore[name-defined]
         return super().forward(x) * x.mean(-1, keepdim=True).tanh()
 
 
+def means_of_four(factor: float) -> torch.Tensor:
+    """Return a matrix for means of every fourth of 16 patches, behind a class token that is in none, times a factor."""
+    return F.pad(torch.eye(4).repeat(1, 4) * factor / 4, (1, 0))[None]
+
+
 class Pixels(nn.Module):
     """Normalises channels once more, as models do that take pixels from 0 to 1."""
 
@@ -414,6 +419,12 @@ ALTERED: dict[str, tuple[str, Callable[[Any], None], str]] = {
         RIGHT,
     ),
     "pool: four tokens of a norm in a row": ("vit", merge, RIGHT),
+    "pool: means by a matrix": ("vit", method("", "forward_head", lambda old, x: means_of_four(1.0) @ x), RIGHT),
+    "pool: sums by a matrix": (
+        "vit",
+        method("", "forward_head", lambda old, x: means_of_four(4.0) @ x),
+        r"output 'output' is a step on the way to attention",
+    ),
     "blocks: shared": ("vit", share, RIGHT),
     "blocks: shared and repeated": ("vit", repeat, RIGHT),
     "blocks: hooked before": (

@@ -784,6 +784,8 @@ class _Tracer(fx.Interpreter):
     def matmul(self, a: Any, b: Any) -> Any:
         if isinstance(a, View) and not _has_view(b) and b.dim() == 2:
             return self.product(Product(a, self.seen(0), Matrix.of(b).transposed()))
+        if isinstance(b, View) and not _has_view(a) and (means := self.means_of_tokens(a, b)) is not None:
+            return means
         if isinstance(b, View) and len(a.shape) == len(b.shape) >= 3 and not isinstance(a, Scores):
             query = a if isinstance(a, View) else _constant_view(b.source, a)
             key = b.moved(lambda y: y.transpose(-1, -2))
@@ -793,6 +795,32 @@ class _Tracer(fx.Interpreter):
             out = self.attend(a.query, a.key, value, a.factor, a.term, a.shape, False, a.head_scale)
             return out.moved(lambda y: y.reshape(*a.shape[:-1], b.shape[-1]))
         raise self.refusal("matrix product")
+
+    def means_of_tokens(self, weights: torch.Tensor, x: View) -> View | None:
+        """Return means of as many tokens each that a constant matrix gives: a linear layer on those tokens side by side.
+
+        Args:
+            weights: (images or 1, means, tokens).
+            x: (images, tokens, channels).
+
+        Returns:
+            (images, means, channels), or None where the matrix is something else.
+        """
+        if weights.dim() != 3 or len(x.shape) != 3 or not bool((weights == weights[:1]).all()):
+            return None
+        used = weights[0].cpu() != 0
+        count, channels = int(used[0].sum()), x.shape[-1]
+        if (
+            count < 2
+            or not bool((used.sum(dim=1) == count).all())
+            or not torch.allclose(wide(weights[0])[used], wide(1 / count))
+        ):
+            return None
+        tokens = used.nonzero()[:, 1].view(-1, count)
+        together = functools.partial(_joined, tokens=tokens)
+        same = torch.eye(channels, dtype=torch.float64, device="cpu")
+        matrix = Matrix((channels, count * channels), lambda: same.repeat(1, count) / count)
+        return self.product(Product(x.moved(together), [call_behind(self.seen(1)[0], "together", together)], matrix))
 
     def baddbmm(self, term: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
         scores = self.matmul(a, b)
@@ -1072,6 +1100,10 @@ def _image_order(view: View) -> torch.Tensor | None:
     if bool((places < 0).any()) or bool((image.diff() >= 0).all()):
         return None
     return image.argsort(stable=True)
+
+
+def _joined(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return x[:, tokens.to(x.device)].flatten(2)
 
 
 def _ordered(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
@@ -1514,7 +1546,10 @@ def capture(
             raise tracer.refusal(f"{tracer.node.target} ({type(error).__name__}: {reason})") from error
     for name, each in zip(names, found, strict=True):
         if not isinstance(each, View):
-            raise UnsupportedError(f"output {name!r} does not depend on the images")
+            what = (
+                "is a step on the way to attention or a normalisation" if _has_view(each) else "does not depend on the images"
+            )
+            raise UnsupportedError(f"output {name!r} {what}")
         if each.source.kind == "images":
             raise UnsupportedError(f"output {name!r} is the images, rearranged; outputs can name others")
     return Captured(

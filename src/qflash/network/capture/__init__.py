@@ -63,6 +63,8 @@ def capture(
                 )
         except Exception as error:
             reason = traceback.format_exception_only(error)[-1].strip()[:500]
+            if isinstance(error, TypeError) and "missing a required argument" in reason:
+                reason += "; a network takes images or texts alone, and outputs can be a function that gives the model the rest"
             raise UnsupportedError(f"torch.export cannot trace the model: {reason}") from error
         module: Any = program.module()
         last = next(n for n in module.graph.nodes if n.op == "output")

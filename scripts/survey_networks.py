@@ -43,9 +43,9 @@ MODULES = (
     "qwen3_vit", "gemma4_vit", "deepseek_vit",
 )  # fmt: skip
 """timm's modules of transformers."""
-LARGEST = 150e6
+LARGEST = 600e6
 """Parameters of a model with two blocks."""
-LONGEST = 300
+LONGEST = 1500
 """Seconds for a model."""
 CLASSES = 10
 
@@ -119,8 +119,13 @@ def options_of(name: str) -> tuple[dict[str, Any], int, nn.Module]:
             first = first or error
             return None
 
-    for short in ({"depth": 2}, {"depths": (2, 2, 2, 2)}, {"layers": (2, 2, 2, 2)}, {"depths": (2, 2, 2)}, {}):
+    shortest: list[dict[str, Any]] = [{"depth": 2}, *({name: (2, 2, 2, 2)} for name in ("depths", "layers"))]
+    shortest += [{"depths": (2, 2, 2)}, {}]
+    for short in shortest:
         options = {**classes, **short}
+        if not short and (model := build(**classes)) is not None and (heads := heads_of_keys(model)):
+            short = {"depth": 2, "num_kv_heads": heads}
+            options |= short
         if (model := build(**options)) is None:
             continue
         for side in sides_of(model, usual, "depth" not in short):
@@ -130,6 +135,12 @@ def options_of(name: str) -> tuple[dict[str, Any], int, nn.Module]:
         return options, usual, model
     assert first is not None
     raise first
+
+
+def heads_of_keys(model: Any) -> tuple[int, ...]:
+    """Return those of the first two blocks that differ in them, or of two, where a model is told them block by block."""
+    found = [getattr(getattr(block, "attn", None), "num_kv_heads", 0) for block in getattr(model, "blocks", ())]
+    return () if 0 in found else tuple((list(dict.fromkeys(found)) * 2)[:2])
 
 
 def sides_of(model: Any, usual: int, has_stages: bool) -> list[int]:

@@ -26,9 +26,10 @@ from .integrations.patching import patch
 from .network.compare import compare
 from .network.coverage import network_coverage
 from .network.graph import IntegerNetwork
+from .network.mixed_sizes import run_mixed
 from .network.quality import sqnr_db
 from .network.quantize import Normalise, quantize_model
-from .network.sizes import run_mixed, shown
+from .network.sizes import shown
 from .network.storage import load_model
 from .optional_packages import require_packages
 from .paths import write_whole

@@ -73,6 +73,30 @@ class Mlp(timm.layers.Mlp):  # type: ignore[name-defined]
         return super().forward(x) * x.mean(-1, keepdim=True).tanh()
 
 
+def means_of_four(factor: float) -> torch.Tensor:
+    """Return a matrix for means of every fourth of 16 patches, behind a class token that is in none, times a factor."""
+    return F.pad(torch.eye(4).repeat(1, 4) * factor / 4, (1, 0))[None]
+
+
+class Pixels(nn.Module):
+    """Normalises channels once more, as models do that take pixels from 0 to 1."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x - torch.tensor([0.2, -0.4, 0.1])[:, None, None]) / torch.tensor([0.6, 2.0, 1.5])[:, None, None]
+
+
+class Clamp(nn.Module):
+    """Clips at two buffers, and above alone without a bound."""
+
+    def __init__(self, bound: float | None = None) -> None:
+        super().__init__()
+        self.register_buffer("most", torch.tensor(torch.inf if bound is None else bound))
+        self.register_buffer("least", None if bound is None else torch.tensor(-bound))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clamp(self.least, self.most)
+
+
 class GELU(nn.Module):
     """Of the same name as timm's, and a sigmoid."""
 
@@ -313,6 +337,12 @@ ALTERED: dict[str, tuple[str, Callable[[Any], None], str]] = {
         r"gelu of blocks.0.mlp.act .* stands before something else",
     ),
     "mlp: LoRA in fc2": ("vit", put("blocks.1.mlp.fc2", LoRALinear), RIGHT),
+    "mlp: clamped at infinity": ("vit", put("blocks.1.mlp.fc2", lambda x: nn.Sequential(Clamp(torch.inf), x, Clamp())), RIGHT),
+    "mlp: clamped": (
+        "vit",
+        put("blocks.1.mlp.fc2", lambda x: nn.Sequential(x, Clamp(2.0))),
+        r"aten.clamp.* in blocks.1.mlp.fc2.1",
+    ),
     "mlp: weight norm": ("vit", weight_norm("blocks.0.mlp.fc1"), RIGHT),
     # normalisation
     "norm: subclass": ("vit", put("blocks.0.norm1", lambda x: Halved(48)), RIGHT),
@@ -348,6 +378,12 @@ ALTERED: dict[str, tuple[str, Callable[[Any], None], str]] = {
     ),
     "stem: a container": ("vit", put("patch_embed.proj", lambda x: nn.Sequential(x)), RIGHT),
     "stem: subclass": ("vit", become(Sharper, "patch_embed.proj"), r"difference in patch_embed.proj"),
+    "stem: pixels in another unit": ("vit", put("patch_embed.proj", lambda x: nn.Sequential(Pixels(), x)), RIGHT),
+    "stem: pixels in several units": (
+        "vit",
+        method("", "forward", lambda old, x: old(x * torch.linspace(1, 2, x.shape[-1]))),
+        r"linear layer on pixels that a model treats differently from patch to patch",
+    ),
     "stem: hooked": (
         "vit",
         hook("patch_embed", lambda _, __, out: out.flip(1)),
@@ -383,6 +419,12 @@ ALTERED: dict[str, tuple[str, Callable[[Any], None], str]] = {
         RIGHT,
     ),
     "pool: four tokens of a norm in a row": ("vit", merge, RIGHT),
+    "pool: means by a matrix": ("vit", method("", "forward_head", lambda old, x: means_of_four(1.0) @ x), RIGHT),
+    "pool: sums by a matrix": (
+        "vit",
+        method("", "forward_head", lambda old, x: means_of_four(4.0) @ x),
+        r"output 'output' is a step on the way to attention",
+    ),
     "blocks: shared": ("vit", share, RIGHT),
     "blocks: shared and repeated": ("vit", repeat, RIGHT),
     "blocks: hooked before": (

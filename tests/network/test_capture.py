@@ -166,10 +166,10 @@ def test_linear_layers_run_with_the_products_behind_them(name: str, monkeypatch:
     # a layer that adds a residual is not part of the operator for both
     index = next(index for index, node in enumerate(network.nodes) if node.name == product) - 1
     parts = {node.name: network.part(node.name) for node in network.nodes}
-    assert network._product_of(index, parts) == product
+    assert network.product_of(index, parts) == product
     with_residual = network.nodes[index]._replace(inputs=(*network.nodes[index].inputs, "residual"))
     network.nodes = (*network.nodes[:index], with_residual, *network.nodes[index + 1 :])
-    assert network._product_of(index, parts) is None
+    assert network.product_of(index, parts) is None
 
 
 @pytest.mark.parametrize("name", FAMILIES)

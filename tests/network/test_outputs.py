@@ -230,6 +230,28 @@ def test_what_is_no_output_is_refused(outputs: Any, error: type[Exception], mess
         select_outputs(Twice().eval(), outputs)(torch.zeros(1, 4))
 
 
+class Masked(nn.Module):
+    """Takes a mask of patches, as NaFlex models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = make("timm: class token")
+
+    def forward(self, x: torch.Tensor, pixel_attention_mask: torch.Tensor) -> Any:
+        return self.body(x) + pixel_attention_mask.sum()
+
+
+def test_a_model_that_takes_more_than_images_is_told_how() -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"'pixel_attention_mask'; .* outputs can be a function that gives the model the"
+    ):
+        qflash.quantize_model(Masked().eval(), [images(4)], progress=False, **STATISTICS)
+    network = qflash.quantize_model(
+        Masked().eval(), [images(24)], outputs=lambda model, x: model(x, torch.ones(3)), progress=False, **STATISTICS
+    )
+    assert network.quality.sqnr_db > 25
+
+
 def test_an_unknown_name_is_told_the_others() -> None:
     with pytest.raises(ValueError, match=r"outputs must be of 'output', 'logits', 'tokens', 'features', 'blocks.0', or a sub"):
         qflash.quantize_model(

@@ -342,16 +342,22 @@ def test_what_is_refused(bert: Made, clip: Made, tmp_path: Path, monkeypatch: py
             each.export_tosa(tmp_path / "network.tosa")
 
 
-def test_a_mask_may_be_a_buffer_and_nothing_else_infinite() -> None:
-    """As in open_clip's text tower."""
+def test_a_mask_or_a_bound_may_be_a_buffer_and_nothing_else_infinite() -> None:
+    """As in open_clip's text tower, and where a model clamps at infinity."""
     mask = torch.full((2, 2), -math.inf).triu(1)
-    for name, other in (("mask", mask), ("nan", mask * math.nan), ("above", -mask), ("weight", None)):
+    for name, other in (
+        ("mask", mask),
+        ("bound", torch.tensor(math.inf)),
+        ("nan", mask * math.nan),
+        ("above", -mask),
+        ("weight", None),
+    ):
         model = torch.nn.Linear(2, 2).eval()
         if other is None:
             model.weight.data[0] = -math.inf
         else:
             model.register_buffer(name, other)
-        if name == "mask":
+        if name in ("mask", "bound"):
             _check_weights(model)
             continue
         with pytest.raises(ValueError, match=f"model must have finite weights, NaN or infinity is in {name}"):

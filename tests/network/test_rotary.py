@@ -188,6 +188,10 @@ def backwards(x: torch.Tensor) -> torch.Tensor:
     return _sum(x, -neighbours(x), angles(TOKENS, WIDTH // 2).repeat_interleave(2, dim=1))
 
 
+def as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
 TURNS: dict[str, Turn] = {
     each.__name__: each
     for each in (in_halves, of_neighbours, behind_a_prefix, of_each_head, in_two_parts, in_part, before_heads_move, backwards)
@@ -197,7 +201,9 @@ TURNS: dict[str, Turn] = {
 class Model(nn.Module):
     """Two blocks of attention on a class token and 16 patches, without an MLP."""
 
-    def __init__(self, query: Turn, key: Turn, *, norms: Any = nn.Identity, pool: str = "mean") -> None:
+    def __init__(
+        self, query: Turn, key: Turn, *, norms: Any = nn.Identity, values: Any = nn.Identity, pool: str = "mean"
+    ) -> None:
         super().__init__()
         wide = HEADS * WIDTH
         self.turns, self.pool = (query, key), pool
@@ -206,6 +212,7 @@ class Model(nn.Module):
             nn.ModuleDict({
                 "norm": nn.LayerNorm(wide), "qkv": nn.Linear(wide, 3 * wide), "proj": nn.Linear(wide, wide),
                 "q_norm": norms(WIDTH), "k_norm": norms(WIDTH),
+                "v_norm": values(WIDTH),
             }) for _ in range(2)
         )  # fmt: skip
         self.norm, self.head = nn.LayerNorm(wide), nn.Linear(wide, 5)
@@ -216,7 +223,7 @@ class Model(nn.Module):
         for block in self.blocks:
             qkv = block["qkv"](block["norm"](x)).unflatten(-1, (3, HEADS, WIDTH)).permute(2, 0, 3, 1, 4)
             query, key = self.turns[0](block["q_norm"](qkv[0])), self.turns[1](block["k_norm"](qkv[1]))
-            out = nn.functional.scaled_dot_product_attention(query, key, qkv[2])
+            out = nn.functional.scaled_dot_product_attention(query, key, block["v_norm"](qkv[2]))
             x = x + block["proj"](out.transpose(1, 2).flatten(2))
         x = self.norm(x)
         return self.head(x[:, 0] if self.pool == "token" else x.mean(dim=1))
@@ -259,6 +266,19 @@ def test_every_spelling_of_a_turn_becomes_integers(turn: str, options: dict[str,
     reference = copy.deepcopy(network)
     reference.backend = "reference"
     assert torch.equal(reference(images), network(images))
+
+
+@pytest.mark.parametrize("turn", [in_halves, as_it_is])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_values_are_normalised_with_queries_and_keys(turn: Turn, norm: Any) -> None:
+    model = build(turn, norms=nn.LayerNorm, values=norm)
+    network = quantise(model)
+    kinds = [type(network.part(node.name)).__name__ for node in network.nodes]
+    assert kinds.count("RmsNorm") == (2 if norm is nn.RMSNorm else 0)
+    assert kinds.count("Rotary") == (4 if turn is in_halves else 0)
+    assert network.quality.sqnr_db > 30
+    with pytest.raises(UnsupportedError, match="only query and key together, or both with the values, can be normalised"):
+        quantise(build(turn, values=norm))
 
 
 def test_without_the_turn_the_network_is_another() -> None:

@@ -245,18 +245,21 @@ def test_the_sums_of_int16_inputs_have_a_bound() -> None:
 
 
 class Merges(nn.Module):
-    """Joins tokens two by two behind the last normalisation."""
+    """Joins tokens two by two behind the last normalisation, one after the other or channel by channel."""
 
-    def __init__(self) -> None:
+    def __init__(self, by_channels: bool) -> None:
         super().__init__()
         self.body, self.merge = vit(num_classes=0, global_pool="", class_token=False), nn.Linear(96, 5)
+        self.by_channels = by_channels
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.merge(self.body(images).unflatten(1, (-1, 2)).flatten(2))
+        pairs = self.body(images).unflatten(1, (-1, 2))
+        return self.merge((pairs.mT if self.by_channels else pairs).flatten(2))
 
 
-def test_tokens_that_are_joined_behind_a_normalisation_come_from_a_stream() -> None:
-    model, images = random_weights(Merges().eval()), draw_images(16, 3, 32)
+@pytest.mark.parametrize("by_channels", [False, True])
+def test_tokens_that_are_joined_behind_a_normalisation_come_from_a_stream(by_channels: bool) -> None:
+    model, images = random_weights(Merges(by_channels).eval()), draw_images(16, 3, 32)
     network = qflash.quantize_model(model, [images[:12]], mean=[0.5] * 3, std=[0.5] * 3, progress=False)
     with torch.inference_mode():
         wanted = model((images[12:].float() / 255 - 0.5) / 0.5)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import struct
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from test_replicas import broadcast
 from torch.nn.parallel import comm, replicate
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import qflash
 from qflash.network import storage
@@ -119,18 +121,61 @@ def test_images_of_other_sizes_are_refused(made: Any) -> None:
     assert "48 x 32: " in repr(network) and "32 x 64: " in repr(network)
 
 
-def test_a_batch_of_mixed_sizes_has_the_bits_of_each_alone(made: Any) -> None:
-    network = made[1]
-    images = [draw(size, 1, seed)[0] for seed, size in enumerate((WIDE, FIRST, TALL, FIRST, WIDE))]
-    found = network(images)
-    assert found["logits"].shape == (5, 10) and [len(x) for x in found["tokens"]] == [34, 18, 26, 18, 34]
+class Counted(TorchDispatchMode):
+    """Counts calls of this package's operators, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "qflash":
+            self.calls[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def check_mixed(network: IntegerNetwork, sizes: Sequence[tuple[int, int]]) -> Any:
+    """Return a list's outputs, which have to be those of each image alone."""
+    images = [draw(size, 1, seed)[0] for seed, size in enumerate(sizes)]
+    found = network.run(images[0][None]).keys()
+    mixed = network(images)
     for number, image in enumerate(images):
-        alone = network(image[None])
-        assert all(torch.equal(found[name][number], alone[name][0]) for name in alone)
+        alone = network.run(image[None])
+        assert all(torch.equal((mixed[x] if len(found) > 1 else mixed)[number], alone[x][0]) for x in found)
+    return mixed
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", pytest.param("triton", marks=pytest.mark.slow)])
+def test_a_batch_of_mixed_sizes_has_the_bits_of_each_alone(made: Any, backend: str) -> None:
+    network = copy.copy(made[1])
+    network.backend = backend
+    found = check_mixed(network, (WIDE, FIRST, TALL, FIRST, WIDE))
+    assert found["logits"].shape == (5, 10) and [len(x) for x in found["tokens"]] == [34, 18, 26, 18, 34]
     floats = network.dequantize(found)
     assert floats["tokens"][1].dtype == torch.float32 and torch.equal(
         floats["logits"], found["logits"] * network.scales["logits"]
     )
+
+
+def test_layers_take_the_tokens_of_all_sizes_at_once(made: Any) -> None:
+    network, sizes = made[1], (WIDE, FIRST, TALL)
+    images = [draw(size, 1)[0] for size in sizes]
+    with Counted() as alone:
+        network(images[:1])
+    with Counted() as mixed:
+        want = network(images)
+    # a head takes one token of an image
+    apart = {name: count for name, count in mixed.calls.items() if count != alone.calls[name]}
+    assert apart == {name: 3 * alone.calls[name] for name in ("patch_embedding", "int8_attention")} | {
+        "integer_layer_norm": alone.calls["integer_layer_norm"] + 2
+    }
+    seen = []
+    part = network.part("blocks.0.mlp.fc1")
+    hook = part.register_forward_hook(lambda module, given, out: seen.append(given[0].shape[:2]))
+    again = network(images)
+    hook.remove()
+    assert seen == [(1, 34), (1, 18), (1, 26)]
+    assert torch.equal(again["logits"], want["logits"])
 
 
 def test_a_file_holds_all_sizes_and_the_weights_once(made: Any, tmp_path: Path) -> None:
@@ -263,6 +308,7 @@ def _transformers_vit() -> Any:
 MODELS: dict[str, Callable[[], Any]] = {
     "any size": lambda: build("vit", num_classes=4, dynamic_img_size=True, depth=1),
     "rotary": lambda: build("eva", num_classes=4, depth=1),
+    "gated": lambda: build("eva", num_classes=4, depth=1, swiglu_mlp=True, qk_norm=True, scale_mlp=True),
     "mean": lambda: build("vit", num_classes=4, global_pool="avg", class_token=False, depth=1),
     "transformers": _transformers_vit,
 }
@@ -284,6 +330,7 @@ def test_other_models(kind: str, tmp_path: Path) -> None:
     loaded = qflash.load_model(tmp_path / "network")
     loaded.backend = "reference"
     assert torch.equal(loaded(images), found)
+    check_mixed(network, (TALL, FIRST, TALL))
 
 
 @pytest.mark.slow
@@ -292,6 +339,7 @@ def test_a_part_in_floating_point(tmp_path: Path) -> None:
     assert network.float_parts() == [EMBED] and network.at(TALL).float_parts() == [EMBED]
     network.save(tmp_path / "network")
     assert torch.equal(qflash.load_model(tmp_path / "network")(draw(TALL)), network(draw(TALL)))
+    check_mixed(network, (TALL, FIRST))
 
 
 @pytest.mark.parametrize(

@@ -15,17 +15,17 @@ from ..scalars import whole_number
 from ..specification.recipe import Recipe
 from .cpu_graph import CpuGraph
 from .cuda_graph import NetworkGraph
+from .inputs import IMAGES as IMAGES
 from .inputs import TEXT, check_input, check_sizes, input_dtype, input_shape, takes_ids, text_ids
+from .mixed_sizes import run_mixed
 from .modules import EXTRA_STATE, LOADED, Attention, First, IntegerModule, Linear, Mean, Widen
 from .operators.gated import Gated
 from .operators.rotary import Rotary
 from .operators.token_embedding import TokenEmbedding
 from .operators.tokens import Tokens
 from .quality import Quality
-from .sizes import OtherSize, dequantized, key_of, module_tree, own_copy, run_mixed, shown
+from .sizes import OtherSize, dequantized, key_of, module_tree, own_copy, shown
 
-IMAGES = "images"
-"""Name of the network's input."""
 _NAME = re.compile(r"[A-Za-z_0-9]+(\.[A-Za-z_0-9]+)*")
 
 
@@ -281,7 +281,7 @@ class IntegerNetwork(IntegerModule):
         found = run_mixed(self, taken) if isinstance(taken, (list, tuple)) else self.run(taken)
         return found if len(found) > 1 else next(iter(found.values()))
 
-    def _product_of(self, index: int, parts: Mapping[str, IntegerModule]) -> str | None:
+    def product_of(self, index: int, parts: Mapping[str, IntegerModule]) -> str | None:
         """Name the gated product that follows a node, if it is a linear layer to int16 that nothing else takes; else None.
 
         Hooks of either see it called by itself.
@@ -302,19 +302,12 @@ class IntegerNetwork(IntegerModule):
                 no token.
             seen: is called with each node's name and output.
         """
-        other = None
-        if self.others and isinstance(images, torch.Tensor) and images.dim() == 4:
-            other = self._other(images.shape[2:])
-        check_input(images, self.image if other is None else other.image, shorter=self.takes_shorter)
+        parts = self.parts_for(images)
         values = {IMAGES: images}
-        parts = {
-            node.name: self.part(node.name) if other is None or node.name not in other.names else other.part(node.name)
-            for node in self.nodes
-        }
         for index, node in enumerate(self.nodes):
             if node.name in values:
                 continue
-            part, after = parts[node.name], None if seen is not None else self._product_of(index, parts)
+            part, after = parts[node.name], None if seen is not None else self.product_of(index, parts)
             if after is not None:
                 product = parts[after]
                 assert isinstance(product, Gated) and isinstance(part, Linear)
@@ -323,10 +316,29 @@ class IntegerNetwork(IntegerModule):
                 values[node.name] = part(*(values[x] for x in node.inputs), backend=self.backend)
             if seen is not None:
                 seen(node.name, values[node.name])
-            for name in node.inputs:
-                if self._last_use[name] == index:
-                    values.pop(name, None)
+            self.forget(values, index)
         return {name: values[node] for name, node in self.outputs.items()}
+
+    def parts_for(self, images: torch.Tensor) -> dict[str, IntegerModule]:
+        """Return the modules of the nodes, by name, that images of a size, or ids, need.
+
+        Raises:
+            TypeError, ValueError: they are of another type or size.
+        """
+        other = None
+        if self.others and isinstance(images, torch.Tensor) and images.dim() == 4:
+            other = self._other(images.shape[2:])
+        check_input(images, self.image if other is None else other.image, shorter=self.takes_shorter)
+        return {
+            node.name: self.part(node.name) if other is None or node.name not in other.names else other.part(node.name)
+            for node in self.nodes
+        }
+
+    def forget(self, values: dict[str, Any], index: int) -> None:
+        """Take out of values by node those that no node behind one, of a number, needs."""
+        for name in self.nodes[index].inputs:
+            if self._last_use[name] == index:
+                values.pop(name, None)
 
     def check_values(self) -> None:
         """Look whether all integers keep their bounds, and whether the operators fit each other.

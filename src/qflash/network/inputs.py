@@ -13,6 +13,8 @@ import torch
 from ..specification.texts import with_padding
 from .execution import check_images
 
+IMAGES = "images"
+"""Name of a network's input."""
 MOST_PIXELS = 1 << 26
 """Of an image; tables of tokens grow with them."""
 MOST_TOKENS = 1 << 16

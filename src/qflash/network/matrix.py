@@ -53,6 +53,10 @@ class Matrix:
         """Return the matrix with its rows multiplied by float64 (outputs,), if there is such a factor."""
         return self if factor is None else Matrix(self.shape, lambda: self.make() * factor[:, None])
 
+    def with_inputs(self, factor: torch.Tensor | None) -> Matrix:
+        """Return the matrix with its columns multiplied by float64 (inputs,), if there is such a factor."""
+        return self if factor is None else Matrix(self.shape, lambda: self.make() * factor)
+
     def plus(self, other: Matrix) -> Matrix:
         """Return a sum."""
         return Matrix(self.shape, lambda: self.make() + other.make())
@@ -105,7 +109,12 @@ class Affine:
 
     def after(self, first: Affine) -> Affine:
         """Return this layer of another one's outputs as one layer."""
-        bias = self.bias
-        if first.bias is not None:
-            bias = self.matrix.make() @ first.bias + (0 if bias is None else bias)
-        return Affine(self.matrix.times(first.matrix), bias)
+        return Affine(self.matrix.times(first.matrix), self._bias_after(first.bias))
+
+    def with_inputs(self, factor: torch.Tensor | None, term: torch.Tensor | None) -> Affine:
+        """Return the layer for inputs that are yet to be multiplied and added to, by float64 (inputs,) each, or None."""
+        return Affine(self.matrix.with_inputs(factor), self._bias_after(term))
+
+    def _bias_after(self, term: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the bias once a constant is taken out of the inputs."""
+        return self.bias if term is None else self.matrix.make() @ term + (0 if self.bias is None else self.bias)

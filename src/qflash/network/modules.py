@@ -87,6 +87,8 @@ class IntegerModule(nn.Module):
     """
 
     constants: tuple[str, ...] = ()
+    by_rows = False
+    """Whether a row of the output needs that row of the inputs alone, whatever image it is of; unless a table moves rows."""
 
     def __init__(self, **sizes: Any) -> None:
         super().__init__()
@@ -187,6 +189,7 @@ class Linear(IntegerModule):
     """
 
     constants: tuple[str, ...] = ("left",)
+    by_rows = True
     input_dtype, largest_input = torch.int8, 128
     """Of what it takes; the second in magnitude, for the bound of its sums."""
     weight: torch.Tensor
@@ -251,6 +254,7 @@ class PatchEmbedding(Linear):
             ``nn.DataParallel`` broadcasts buffers by NCCL, which has no int16; None where there are none.
     """
 
+    by_rows = False
     position_words: torch.Tensor | None
     prefix_words: torch.Tensor | None
 
@@ -377,6 +381,7 @@ class LayerNorm(IntegerModule):
     """
 
     constants = ("epsilon", "shift")
+    by_rows = True
     centred = True
     """Whether the mean is taken out of rows."""
     gain: torch.Tensor

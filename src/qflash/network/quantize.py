@@ -59,8 +59,10 @@ def _check_weights(model: nn.Module) -> None:
             continue
         # detached, since a model that is made in inference mode may not be asked for gradients
         values = x.detach()
-        # a mask of attention, which a model may keep as a buffer, hides keys by -inf
-        usable = values.isfinite() if isinstance(x, nn.Parameter) else values.isfinite() | values.isneginf()
+        usable = values.isfinite()
+        if not isinstance(x, nn.Parameter):
+            # a mask of attention hides keys by -inf, the upper bound of a clamp may be infinity
+            usable = usable | values.isneginf() | values.isposinf().all()
         if not bool(usable.all()):
             raise ValueError(f"model must have finite weights, NaN or infinity is in {name}")
 

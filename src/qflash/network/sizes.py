@@ -95,35 +95,6 @@ class OtherSize(nn.Module):
                 part._buffers[tensor] = shared._buffers[tensor]
 
 
-def run_mixed(network: Any, images: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Return the outputs of images of several sizes, by name: those of one size are run together.
-
-    Args:
-        network: integer.
-        images: uint8 (channels, height, width) each.
-
-    Returns:
-        In the order of the images a tensor of outputs that have one row an image, a list of tensors of others.
-
-    Raises:
-        TypeError, ValueError: there are none, or one is of another type or size.
-    """
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for number, image in enumerate(images):
-        if not isinstance(image, torch.Tensor) or image.dim() != 3:
-            what = f"shape {tuple(image.shape)}" if isinstance(image, torch.Tensor) else type(image).__name__
-            raise TypeError(f"images of a list must be tensors (channels, height, width), images[{number}] is {what}")
-        groups.setdefault(tuple(image.shape), []).append(number)
-    if not groups:
-        raise ValueError("images must hold at least one image, got an empty list")
-    rows: dict[str, dict[int, torch.Tensor]] = {name: {} for name in network.outputs}
-    for numbers in groups.values():
-        for name, out in network.run(torch.stack([images[number] for number in numbers])).items():
-            rows[name].update(zip(numbers, out, strict=True))
-    in_order = {name: [found[number] for number in range(len(images))] for name, found in rows.items()}
-    return {name: torch.stack(found) if found[0].dim() == 1 else found for name, found in in_order.items()}
-
-
 def dequantized(output: Any, scale: float) -> Any:
     """Return an int32 output, or a list of them, as float32."""
     return [x.to(torch.float32) * scale for x in output] if isinstance(output, list) else output.to(torch.float32) * scale

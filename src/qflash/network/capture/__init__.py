@@ -27,7 +27,7 @@ from ..outputs import OutputsOf, Selected, copy_of, select_outputs
 from . import attention, elements, moves, norms, products, texts
 from .captured import Captured, output_of
 from .operations import BATCH, UnsupportedError, View
-from .tracer import ARGUMENTS, Handler, Tracer
+from .tracer import ARGUMENTS, Handler, Tracer, is_computed
 from .unread import used_operations
 
 _HANDLERS: dict[Any, Handler] = functools.reduce(
@@ -63,6 +63,8 @@ def capture(
                 )
         except Exception as error:
             reason = traceback.format_exception_only(error)[-1].strip()[:500]
+            if isinstance(error, TypeError) and "missing a required argument" in reason:
+                reason += "; a network takes images or texts alone, and outputs can be a function that gives the model the rest"
             raise UnsupportedError(f"torch.export cannot trace the model: {reason}") from error
         module: Any = program.module()
         last = next(n for n in module.graph.nodes if n.op == "output")
@@ -100,7 +102,9 @@ def capture(
             raise tracer.refusal(f"{tracer.node.target} ({type(error).__name__}: {reason})") from error
     for name, each in zip(names, found, strict=True):
         if not isinstance(each, View):
-            raise UnsupportedError(f"output {name!r} does not depend on the images")
+            is_step = is_computed(each)
+            why = "is a step on the way to attention or a normalisation" if is_step else "does not depend on the images"
+            raise UnsupportedError(f"output {name!r} {why}")
         if each.source.kind == "images":
             raise UnsupportedError(f"output {name!r} is the images, rearranged; outputs can name others")
     return Captured(

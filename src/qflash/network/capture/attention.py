@@ -11,7 +11,7 @@ import torch
 
 from ..matrix import Affine, Matrix
 from .operations import BATCH, RefusedError, Symbol, View, wide
-from .products import add_layer
+from .products import add_layer, means_of_tokens
 from .tracer import Handler, Tracer, aten, constant_view, is_computed
 
 HIDDEN = -9999.0
@@ -63,6 +63,8 @@ class Scores(Symbol):
 def matmul(trace: Tracer, a: Any, b: Any) -> View | Scores:
     if isinstance(a, View) and not is_computed(b) and b.dim() == 2:
         return add_layer(trace, a, trace.seen(0), Affine(Matrix.of(b).transposed()))
+    if isinstance(b, View) and not is_computed(a) and (means := means_of_tokens(trace, a, b)) is not None:
+        return means
     if isinstance(b, View) and len(a.shape) == len(b.shape) >= 3 and not isinstance(a, Scores):
         query = a if isinstance(a, View) else constant_view(b.source, a)
         key = b.moved(lambda y: y.transpose(-1, -2))

@@ -193,6 +193,15 @@ class View(Symbol):
         view = self if shape == self.shape else self.moved(lambda x: x.expand(shape))
         return dataclasses.replace(view, term=term if view.term is None else view.term + term)
 
+    def constants_of_rows(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
+        """Return the factor and the term of every row, (channels,) each or None; None where rows have different ones."""
+        width = self.shape[-1]
+        found = [None if x is None else x.expand(self.shape).reshape(-1, width) for x in (self.factor, self.term)]
+        if any(x is not None and not bool((x == x[:1]).all()) for x in found):
+            return None
+        factor, term = (None if x is None else x[0] for x in found)
+        return factor, term
+
     def of(self, inner: View) -> View:
         """Return the view with another one in the place of its source, whose output has the elements of ``inner``."""
         places, known = self.places(), self.places() >= 0

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from ..matrix import Affine, Matrix
-from .operations import Product, RefusedError, View, counted, same, wide
+from .operations import Product, RefusedError, View, call_behind, counted, same, wide
 from .tracer import Handler, Tracer, aten, image_order, is_computed
 
 
@@ -20,14 +20,11 @@ def product_of(x: View) -> Product | None:
     if layer.kind != "linear" or channels != layer.channels:
         return None
     places = x.places().reshape(-1, channels)
-    rows = places[:, 0] // channels
-    constants = [None if each is None else each.expand(x.shape).reshape(-1, channels) for each in (x.factor, x.term)]
-    if not torch.equal(places, rows[:, None] * channels + counted(channels)) or int(rows.min()) < 0:
-        return None
-    if any(each is not None and not bool((each == each[:1]).all()) for each in constants):
+    rows, constants = places[:, 0] // channels, x.constants_of_rows()
+    if not torch.equal(places, rows[:, None] * channels + counted(channels)) or int(rows.min()) < 0 or constants is None:
         return None
     view = layer.inputs[0].moved(lambda y: y.reshape(layer.rows, -1)[rows].reshape(*x.shape[:-1], -1))
-    return Product(view, layer.seen, layer.affine.then(*(None if each is None else each[0] for each in constants)))
+    return Product(view, layer.seen, layer.affine.then(*constants))
 
 
 def sum_of_linear(a: View, b: View) -> Product | None:
@@ -43,7 +40,15 @@ def sum_of_linear(a: View, b: View) -> Product | None:
 
 
 def add_layer(trace: Tracer, view: View, seen: Sequence[fx.Node], layer: Affine) -> View:
-    """Add a linear layer. One on another is one with the product of their weights, as a low-rank update of weights is."""
+    """Add a linear layer. One on another is one with the product of their weights, as a low-rank update of weights is.
+
+    Of several tokens joined channel by channel it takes one token after the other.
+    """
+    if view.source.kind == "images":
+        view, layer = _on_pixels(view, layer)
+    if (order := _token_order(view)) is not None:
+        layer = Affine(layer.matrix.columns(order), layer.bias)
+        view, seen = view.moved(_channels(order)), [call_behind(seen[0], "ordered", _channels(order))]
     alone = made = Product(view, list(seen), layer)
     if (first := product_of(view)) is not None:
         made = Product(first.view, first.seen, layer.after(first.layer))
@@ -54,6 +59,65 @@ def add_layer(trace: Tracer, view: View, seen: Sequence[fx.Node], layer: Affine)
             alone = dataclasses.replace(alone, view=view.moved(lambda y: y.reshape(-1, y.shape[-1])[order]))
         trace.operations[-1].apart = alone
     return out
+
+
+def _on_pixels(view: View, layer: Affine) -> tuple[View, Affine]:
+    """Return a linear layer on pixels with what a model multiplies them by, and adds to them, in its weights and bias."""
+    if (constants := view.constants_of_rows()) is None:
+        raise RefusedError("linear layer on pixels that a model treats differently from patch to patch")
+    return dataclasses.replace(view, factor=None, term=None), layer.with_inputs(*constants)
+
+
+def _channels(order: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what takes channels of (..., channels) in an order."""
+    return lambda x: x[..., order.to(x.device)]
+
+
+def _token_order(view: View) -> torch.Tensor | None:
+    """Return an order of channels, int64, that has one token after the other; None where they lie so or are something else."""
+    channels, width = view.source.channels, view.shape[-1]
+    if view.source.kind == "images" or view.index is None or width <= channels or width % channels:
+        return None
+    places = view.index.reshape(-1, width)
+    places = places[(places >= 0).all(dim=1)]
+    if not len(places):
+        return None
+    tokens, column = places[0] // channels, places[0] % channels
+    # tokens in the order in which the first row has them
+    rank = (tokens == tokens[:, None]).int().argmax(dim=1)
+    order = (rank * channels + column).argsort()
+    found = places[:, order].unflatten(1, (-1, channels))
+    if bool((found[..., :1] % channels).any()) or not torch.equal(found, found[..., :1] + counted(channels)):
+        return None
+    return None if torch.equal(order, counted(width)) else order
+
+
+def means_of_tokens(trace: Tracer, weights: torch.Tensor, x: View) -> View | None:
+    """Return means of as many tokens each that a constant matrix gives: a linear layer on those tokens side by side.
+
+    Args:
+        trace: the tracer, at their product.
+        weights: (images or 1, means, tokens).
+        x: (images, tokens, channels).
+
+    Returns:
+        (images, means, channels), or None where the matrix is something else.
+    """
+    if weights.dim() != 3 or len(x.shape) != 3 or not bool((weights == weights[:1]).all()):
+        return None
+    numbers, channels = wide(weights[0]), x.shape[-1]
+    used = numbers != 0
+    count = int(used[0].sum())
+    if count < 2 or not bool((used.sum(dim=1) == count).all()) or not torch.allclose(numbers[used], wide(1 / count)):
+        return None
+    tokens = used.nonzero()[:, 1].view(-1, count)
+
+    def together(y: torch.Tensor) -> torch.Tensor:
+        return y[:, tokens.to(y.device)].flatten(2)
+
+    mean = torch.eye(channels, dtype=torch.float64, device="cpu").repeat(1, count) / count
+    seen = call_behind(trace.seen(1)[0], "together", together)
+    return add_layer(trace, x.moved(together), [seen], Affine(Matrix.of(mean)))
 
 
 def linear(trace: Tracer, x: Any, weight: Any, bias: Any = None) -> View:
@@ -78,16 +142,16 @@ def convolution(
     groups = rest[-1] if rest else 1
     if not isinstance(x, View) or any(pads) or any(g != 1 for g in gaps) or groups != 1 or (len(rest) > 1 and rest[0]):
         raise RefusedError("convolution with padding, dilation or groups")
-    moved = x.places()
-    for dim, (size, step) in enumerate(zip(sizes, steps, strict=True), 2):
-        moved = moved.unfold(dim, size, step)
-    grid = moved.shape[2 : 2 + len(sizes)]
+    count = len(sizes)
     # (batch, channels, *grid, *sizes) -> (batch, *grid, channels, *sizes)
-    order = (0, *range(2, 2 + len(sizes)), 1, *range(2 + len(sizes), 2 + 2 * len(sizes)))
-    patches = moved.permute(order).reshape(x.shape[0], *grid, -1)
-    if x.factor is not None or x.term is not None:
-        raise RefusedError("convolution of what a constant was added to")
-    out = linear(trace, View(x.source, tuple(patches.shape), patches), weight, bias)
+    order = (0, *range(2, 2 + count), 1, *range(2 + count, 2 + 2 * count))
+
+    def patches(y: torch.Tensor) -> torch.Tensor:
+        for dim, (size, step) in enumerate(zip(sizes, steps, strict=True), 2):
+            y = y.unfold(dim, size, step)
+        return y.permute(order).flatten(1 + count)
+
+    out = linear(trace, x.moved(patches), weight, bias)
     return out.moved(lambda y: y.movedim(-1, 1))
 
 

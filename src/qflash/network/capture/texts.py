@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -47,9 +48,17 @@ def clamp(trace: Tracer, x: Any, least: Any = None, most: Any = None, **named: A
     least, most = named.get("min", least), named.get("max", most)
     if trace.visible is not None and is_ids(x) and least == 0 and most is None:
         return x  # where there is no token there may be any
+    if isinstance(x, View) and _clips_nothing(least, most):
+        return x
     if most is not None or least is None:
         _refuse_call(trace)
     return clamp_min(trace, x, least)
+
+
+def _clips_nothing(least: Any, most: Any) -> bool:
+    """Tell whether bounds are constants that lie at infinity, or None."""
+    bounds = [(x, end) for x, end in ((least, -math.inf), (most, math.inf)) if x is not None]
+    return not is_computed((least, most)) and all(bool((wide(x) == end).all()) for x, end in bounds)
 
 
 def at_least(trace: Tracer, x: Any, least: Any) -> Any:

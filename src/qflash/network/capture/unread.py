@@ -85,12 +85,10 @@ def split_layers(captured: Captured) -> None:
             columns = rows[0]
             if user.kind not in ACTIVATIONS or len(rows) != layer.rows or len(columns) == layer.channels:
                 continue
-            constants = [None if x is None else x.expand(view.shape).reshape(rows.shape) for x in (view.factor, view.term)]
-            if not torch.equal(rows, layer.channels * counted(len(rows))[:, None] + columns) or any(
-                x is not None and not bool((x == x[:1]).all()) for x in constants
-            ):
+            constants = view.constants_of_rows()
+            if constants is None or not torch.equal(rows, layer.channels * counted(len(rows))[:, None] + columns):
                 continue
-            made = layer.affine.rows(columns).then(*(None if x is None else x[0] for x in constants))
+            made = layer.affine.rows(columns).then(*constants)
             alone = dataclasses.replace(
                 layer, node=user.seen[0], channels=len(columns), inputs=list(layer.inputs), seen=list(layer.seen),
                 matrix=made.matrix, bias=made.bias,

@@ -113,6 +113,7 @@ class Gated(OwnForms):
     """
 
     constants: tuple[str, ...] = ("gate_multiplier",)
+    by_rows = True
     multiplier: torch.Tensor
     offset: torch.Tensor
 

@@ -24,6 +24,7 @@ class Narrow(OwnForms):
     """
 
     constants = ("left",)
+    by_rows = True
     dtype = torch.int8
     tokens = 1
     """Of a sum, as :func:`..conversion.finish_mean` asks."""

@@ -73,7 +73,7 @@ def lower_attention(net: Builder, operation: Operation) -> None:
             module.query.copy_(values8.to(torch.int8)[None])
         grids.fill(module, operation.head_scale)
         weight = None if after is None else after.make()
-        net.grids[node] = cv.fill_output(module, ranges[seen], grids.value_middle.flatten(), weight)
+        net.grids[node] = cv.fill_output(module, ranges[seen], grids.value_middle.expand(heads, width).flatten(), weight)
         if fill_stream is not None:
             fill_stream(ranges)
         if mask is not None and module.bias is not None:
@@ -89,8 +89,8 @@ def _parts_of(net: Builder, operation: Operation) -> tuple[list[Part], Rows]:
     if operation.query is None:
         parts.insert(0, part_of(query, operation, parts[0].positions))
     normed = [part for part in parts if part.norm is not None]
-    if normed and (len(parts) != 3 or normed != parts[:2]):
-        raise refusal(operation, "only query and key together can be normalised")
+    if normed and (len(parts) != 3 or normed not in (parts[:2], parts)):
+        raise refusal(operation, "only query and key together, or both with the values, can be normalised")
     if any(not torch.equal(part.tokens, counted(len(part.tokens))) for part in parts):
         raise refusal(operation, "it takes some tokens of its linear layers that are not the first ones")
     if any(len(part.tokens) != part.linear.rows // query.shape[0] for part in parts[-2:]):

@@ -14,7 +14,7 @@ from ..capture.operations import Operation, View, counted
 from ..conversion import Grid
 from ..float_parts import FloatTwin
 from ..matrix import Affine
-from ..modules import LayerNorm, Linear
+from ..modules import Linear
 from ..operators.rotary import Rotary
 from .builder import Builder, Ranges
 from .inputs import float_norm, norm_kind
@@ -170,7 +170,7 @@ class Heads:
 
 
 class HeadsApart(Heads):
-    """Query and key in int16, for normalisations, for rotary positions, or for both; values alone in int8.
+    """Query and key in int16, for normalisations, for rotary positions, or for both; values in int8, or normalised, too.
 
     Normalisations have the same weights in all heads, whose rows they take in one unit. A pair of channels that positions
     rotate has a step of its own, the same for both, since what is rotated are sums of the two. The last of these nodes gives
@@ -179,21 +179,15 @@ class HeadsApart(Heads):
 
     def add(self, user: Operation, prefix: str, source: str) -> None:
         self.positions = common_positions(user, [part.positions for part in self.parts])
-        heads, width = self.parts[0].columns.shape
-        self.split = 2 * heads * width
-        taken = [self.add_linear(f"{prefix}.qk", "int16", source, slice(self.split))]
-        self.both = taken[0]
-        self.norms: list[tuple[str, LayerNorm, FloatTwin]] = []
-        for number, (letter, part) in enumerate(zip("qk", self.parts, strict=False)):
-            if part.norm is None:
-                continue
-            # a norm that is spelled out has the attention's name
-            own = part.norm.name if part.norm.name != user.name else ""
+        query, key, value = self.parts
+        self.split = 2 * query.columns.numel()
+        self.both = self.add_linear(f"{prefix}.qk", "int16", source, slice(self.split))
+        self.norms: list[str] = []
+        if query.norm is not None:
             dtype = "int8" if self.positions is None else "int16"
-            norm, twin = norm_kind(part.norm)(width, dtype, part=(number * heads * width, heads)), part.float_norm()
-            name = self.net.add(own or f"{prefix}.{letter}_norm", norm, self.both, twin=twin)
-            self.norms.append((name, norm, twin))
-        taken = [name for name, *_ in self.norms] or taken
+            for letter, part, first in (("q", query, 0), ("k", key, self.split // 2)):
+                self.norms.append(self.add_norm(part, user, f"{prefix}.{letter}_norm", dtype, self.both, first))
+        taken = self.norms or [self.both]
         self.rotary: list[Rotary] = []
         if self.positions is not None:
             cos, sin = self.positions.cos, self.positions.sin
@@ -202,12 +196,39 @@ class HeadsApart(Heads):
             taken = [
                 self.net.add(f"{prefix}.rotary", each, name, twin=angles) for each, name in zip(self.rotary, taken, strict=True)
             ]
-        self.names = [*taken, self.add_linear(f"{prefix}.v", "int8", source, slice(self.split, None))]
+        dtype = "int8" if value.norm is None else "int16"
+        last = self.value = self.add_linear(f"{prefix}.v", dtype, source, slice(self.split, None))
+        if value.norm is not None:
+            last = self.add_norm(value, user, f"{prefix}.v_norm", "int8", last, 0)
+        self.names = [*taken, last]
+
+    def add_norm(self, part: Part, user: Operation, name: str, dtype: str, source: str, first: int) -> str:
+        """Add a normalisation of heads, which are channels of a node from the first on, empty; return its name."""
+        assert part.norm is not None
+        heads, width = part.columns.shape
+        module = norm_kind(part.norm)(width, dtype, part=(first, heads))
+        # a norm that is spelled out has the attention's name
+        own = part.norm.name if part.norm.name != user.name else ""
+        return self.net.add(own or name, module, source, twin=part.float_norm())
+
+    def fill_norm(self, name: str, part: Part, unit: float, step: torch.Tensor, middle: torch.Tensor) -> None:
+        """Fill such a normalisation in: inputs in a unit, outputs ``step * q + middle``, (1, channels)."""
+        cv.finish_norm(self.net.modules[name], part.float_norm(), unit, step[0], middle[0])
+        self.net.grids[name] = Grid(step[0], middle[0])
+
+    def fill_values(self, ranges: Ranges, grids: cv.AttentionGrids, grid: Grid, mean: torch.Tensor) -> None:
+        """Fill the values' nodes in; arguments as of :meth:`fill`."""
+        part, rows = self.parts[-1], slice(self.split, None)
+        if part.norm is None:
+            self.fill_linear(self.value, rows, grid, mean, grids.value_step.flatten(), grids.value_middle.flatten())
+            return
+        unit = cv.unit_of(ranges[part.norm.seen[0]])
+        self.fill_linear(self.value, rows, grid, mean, cv.each([unit], part.columns.numel()))
+        self.fill_norm(self.names[-1], part, unit, grids.value_step, grids.value_middle)
 
     def fill(self, ranges: Ranges, grids: cv.AttentionGrids, grid: Grid, mean: torch.Tensor) -> None:
         parts, made = self.parts[:2], self.net.grids
-        values = grids.value_step.flatten(), grids.value_middle.flatten()
-        self.fill_linear(self.names[-1], slice(self.split, None), grid, mean, *values)
+        self.fill_values(ranges, grids, grid, mean)
         # where query and key lie for attention, and before their positions
         after = [grids.query_step, grids.key_step]
         middles = [torch.zeros_like(grids.query_step), grids.key_middle]
@@ -219,9 +240,8 @@ class HeadsApart(Heads):
         if self.norms:
             units = [cv.unit_of(ranges[part.norm.seen[0]]) for part in parts if part.norm is not None]
             unit = cv.each(units, self.split // 2)
-            for (name, norm, twin), own, step, middle in zip(self.norms, units, steps, before, strict=True):
-                cv.finish_norm(norm, twin, own, step[0], middle[0])
-                made[name] = Grid(step[0], middle[0])
+            for arguments in zip(self.norms, parts, units, steps, before, strict=True):
+                self.fill_norm(*arguments)
         self.fill_linear(self.both, slice(self.split), grid, mean, unit)
         if self.positions is None:
             return

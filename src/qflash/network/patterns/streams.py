@@ -125,7 +125,8 @@ def _embed_patches(net: Builder, rows: Rows, prefix: int) -> None:
     group = net.group()
     name = net.add(operation.name or "embed", module, IMAGES)
     view, pixels = operation.inputs[0], slice(None) if order is None else order
-    seen = call_behind(operation.seen[0], "patches", lambda images: view.evaluate(images.flatten(1))[..., pixels])
+    images = net.captured.operations[0].node
+    seen = call_behind(images, "patches", lambda images: view.evaluate(images.flatten(1))[..., pixels])
     net.observed[seen] = True
 
     @net.fills

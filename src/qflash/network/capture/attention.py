@@ -46,6 +46,8 @@ class Scores(Symbol):
 
     def plus(self, term: torch.Tensor) -> Scores:
         """Return the scores plus a constant."""
+        if self.weights:
+            raise RefusedError("sum with weights of attention")
         return dataclasses.replace(self, term=term if self.term is None else self.term + term)
 
     def times(self, number: torch.Tensor) -> Scores:

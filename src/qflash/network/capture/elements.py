@@ -23,6 +23,8 @@ def add(trace: Tracer, a: Any, b: Any, *, alpha: Any = 1) -> Any:
             raise RefusedError("add with alpha")
     if isinstance(a, RowSize) and is_computed(b):
         raise RefusedError("sum of norms of rows")
+    if not isinstance(a, (View, Scores, RowSize)):
+        raise RefusedError("sum with squares or stacked tensors")
     if not is_computed(b):
         return a.plus(wide(b) * alpha)
     if isinstance(a, Scores) or isinstance(b, Scores) or alpha != 1:
@@ -90,6 +92,8 @@ def div(trace: Tracer, a: Any, b: Any, *, rounding_mode: Any = None) -> Any:
 
 
 def activation(kind: str, trace: Tracer, x: Any, **constants: Any) -> View:
+    if not isinstance(x, View):
+        raise RefusedError(f"{kind} of scores or norms")
     return trace.made(kind, (x,), trace.seen(0), x.shape, **constants)
 
 

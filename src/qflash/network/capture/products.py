@@ -136,6 +136,8 @@ def convolution(
     trace: Tracer, x: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, *rest: Any
 ) -> View:
     """A convolution is a linear layer on patches."""
+    if is_computed((weight, bias)):
+        raise RefusedError("convolution with computed weights")
     sizes = weight.shape[2:]
     each = [(x_,) * len(sizes) if isinstance(x_, int) else tuple(x_) for x_ in (stride, padding, dilation)]
     steps, pads, gaps = (e * len(sizes) if len(e) == 1 else e for e in each)
@@ -151,7 +153,10 @@ def convolution(
             y = y.unfold(dim, size, step)
         return y.permute(order).flatten(1 + count)
 
-    out = linear(trace, x.moved(patches), weight, bias)
+    view = x.moved(patches)
+    # what calibration looks at has channels last, as the layer's inputs; pixels are looked at where they come in
+    seen = trace.seen(0) if x.source.kind == "images" else [call_behind(trace.seen(0)[0], "patches", patches)]
+    out = add_layer(trace, view, seen, Affine(Matrix.of(weight), None if bias is None else wide(bias)))
     return out.moved(lambda y: y.movedim(-1, 1))
 
 

@@ -71,10 +71,7 @@ def test_each_part_is_done_once(case: str, tmp_path: pathlib.Path) -> None:
     flags: list[str] = []
     shared: list[str] = []
     if case == "no threads":
-        (tmp_path / "refuse.h").write_text(
-            "#include <pthread.h>\nstatic int refuse(void) { return 11; }\n#define pthread_create(...) refuse()\n",
-            encoding="utf-8",
-        )
+        (tmp_path / "refuse.h").write_text(REFUSE, encoding="utf-8")
         flags = ["-Wno-unused-function", "-include", str(tmp_path / "refuse.h")]
     if case == "races":
         if reason := cpu_driver._cannot_run(cpu_driver.NOTHING, cpu_driver.RACES):

@@ -27,7 +27,7 @@ typedef struct {
     job part;
     const void *x;
     int64_t left; /* parts that are not done */
-    int is_taken, threads, sleeping, is_awaited;
+    int is_taken, threads, started, helping, sleeping, is_awaited;
     pthread_mutex_t lock;
     pthread_cond_t begun, done;
 } pool;
@@ -81,9 +81,10 @@ static void take_parts(pool *p) {
 /* What a thread of a pool does for as long as the process lives. */
 static void *work(void *given) {
     pool *p = given;
+    const int index = __atomic_fetch_add(&p->started, 1, __ATOMIC_SEQ_CST);
     for (;;) {
-        int spins = 0;
-        while (!has_part(READ(p->ticket)) && spins++ < SPINS) spin();
+        /* a thread that the last job did not ask for does not keep a processor busy */
+        for (int spins = 0; index < READ(p->helping) && !has_part(READ(p->ticket)) && spins < SPINS; spins++) spin();
         if (!has_part(READ(p->ticket))) {
             pthread_mutex_lock(&p->lock);
             WRITE(p->sleeping, p->sleeping + 1);
@@ -105,11 +106,12 @@ static void run_on(pool *p, int count, job part, const void *x) {
         p->threads++;
     }
     p->part = part, p->x = x;
+    WRITE(p->helping, count - 1);
     WRITE(p->left, count);
     WRITE(p->ticket, ((READ(p->ticket) >> 32) + 1) << 32 | (uint64_t)count << 16);
     if (READ(p->sleeping)) {
         pthread_mutex_lock(&p->lock);
-        pthread_cond_broadcast(&p->begun);
+        for (int i = 1; i < count; i++) pthread_cond_signal(&p->begun);
         pthread_mutex_unlock(&p->lock);
     }
     take_parts(p);

@@ -39,7 +39,8 @@ void qflash_close(qflash_network *network);
 /* (images, channels, height, width), for which the network was exported. */
 const int64_t *qflash_images(const qflash_network *network);
 
-/* Runs the network on uint8 pixels of that shape. It allocates no memory, but what the system does for the threads of a first call. */
+/* Runs the network on uint8 pixels of that shape. It allocates no memory, but what the system does for the threads of a first call.
+ * These live as long as the process: a library that has this code must not be unloaded once it has computed on several threads. */
 int qflash_compute(qflash_network *network, const uint8_t *images);
 
 int64_t qflash_outputs(const qflash_network *network);

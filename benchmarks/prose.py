@@ -7,6 +7,7 @@ refused, and so is a piece that its page does not have. Versions of programs are
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -257,8 +258,8 @@ def _loops(case: str) -> list[float]:
 
 
 def _within(shown: float, *found: float) -> float:
-    """Return a bound that a page shows if all values are within it, and else the one that is not."""
-    return max(shown, *map(abs, found))
+    """Return a bound that a page shows if all values are within it, and else what no page shows."""
+    return shown if max(map(abs, found)) <= shown else math.inf
 
 
 def _spreads() -> list[float]:

@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -56,7 +57,7 @@ def outputs_of(network: IntegerNetwork) -> dict[str, tuple[int, ...]]:
 
 def write(path: Path, write_to: Callable[[BinaryIO], None]) -> None:
     """Write a file under another name first: one of the right name is whole."""
-    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished = path.with_suffix(f".{uuid.uuid4().hex}")
     with unfinished.open("wb") as file:
         write_to(file)
     unfinished.replace(path)

@@ -165,6 +165,13 @@ PeerOption = Annotated[
         "called as f(q, k, v, attn_mask, is_causal, scale); repeatable."
     ),
 ]
+ModelPeerOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="fa3, fa3 split or sageattention, from their packages; or NAME=module:callable, called as "
+        "f(q, k, v, attn_mask, is_causal, scale); repeatable."
+    ),
+]
 RecipeOption = Annotated[
     list[str] | None, typer.Option(show_default="default", help="paper, default, accurate or per-tensor; repeatable.")
 ]
@@ -263,7 +270,7 @@ def models(
     ] = None,
     batch: BatchOption = None,
     method: MethodOption = None,
-    peer: PeerOption = None,
+    peer: ModelPeerOption = None,
     recipe: RecipeOption = None,
     pretrained: Annotated[
         bool, typer.Option("--pretrained", metavar="", help="Download timm's weights; speed does not need them.")

@@ -166,16 +166,18 @@ def write(rows: list[dict[str, Any]], amx: str) -> None:
 
 
 def problems() -> list[Group]:
-    """Return the results by problem, those with AMX first, then by model and batch."""
-    order = sorted(
-        declared.rows(RESULTS.stem), key=lambda row: (row["amx"] == WITHOUT, MODELS.index(row[col.MODEL]), row[col.BATCH])
-    )
+    """Return the results by problem, those with AMX first, then by threads, model and batch."""
+
+    def place(row: dict[str, Any]) -> tuple[bool, int, int, int]:
+        return row["amx"] == WITHOUT, row["threads"], MODELS.index(row[col.MODEL]), row[col.BATCH]
+
+    order = sorted(declared.rows(RESULTS.stem), key=place)
     return groups(order, col.MODEL, col.BATCH, "threads", "amx")
 
 
 OTHERS = (*OPENVINO, ONNXRUNTIME)
 LINE = (
-    names("Model", one(col.MODEL)), names("Batch", one(col.BATCH)), names("AMX", one("amx")),
+    names("Model", one(col.MODEL)), names("Batch", one(col.BATCH)), names("Threads", one("threads")), names("AMX", one("amx")),
 )  # fmt: skip
 TABLES = {
     "openvino:times": Table(

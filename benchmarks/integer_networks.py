@@ -49,6 +49,7 @@ BY_TURNS = RESULTS.with_name("models_energy_h200.json")
 """Energy of methods in alternation, several readings each."""
 PEERS = RESULTS.with_name("models_integer_h200.json")
 PROCESSOR = RESULTS.with_name("models_integer_cpu.json")
+OPENVINO = declared.RESULTS / "openvino_cpu.json"
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 Keep = Callable[[list[dict[str, Any]]], None]
@@ -351,13 +352,20 @@ def summary() -> list[str]:
     card = pages.card(declared.record(SPEED.stem)["environment"]["device"])
     count = len({one(col.MODEL)(group) for group in found})
     speeds, joules = span(group[col.INTEGER][col.RATIO] for group in found), span(JOULES(group) for group in found)
+
+    def on_a_cpu(method: str) -> str:
+        return span(row[col.RATIO] for row in declared.rows(OPENVINO.stem) if row[col.METHOD].startswith(method))
+
     return pages.wrap(
         f"[Whole networks in integers](docs/integer_network.md) ({count} models, batch {batches[0]} to {batches[-1]}, {card}): "
-        f"{speeds} times the images a second of `torch.compile` in float16, {joules} of its energy an image."
+        f"{speeds} times the images a second of `torch.compile` in float16, {joules} of its energy an image. [On a "
+        f"CPU](docs/performance/cpu.md) OpenVINO takes {on_a_cpu('OpenVINO')} times the processor time, its int8 (NNCF) "
+        f"{on_a_cpu('NNCF')}."
     )
 
 
-PARTS = declared.Parts(TABLES, {"integer:summary": summary}, [path.name for path in (RESULTS, SPEED, PEERS, PROCESSOR)])
+FILES = [path.name for path in (RESULTS, SPEED, PEERS, PROCESSOR, OPENVINO)]
+PARTS = declared.Parts(TABLES, {"integer:summary": summary}, FILES)
 
 
 def fashion_pixels(images: torch.Tensor, side: int) -> torch.Tensor:

@@ -23,9 +23,9 @@ def add(trace: Tracer, a: Any, b: Any, *, alpha: Any = 1) -> Any:
             raise RefusedError("add with alpha")
     if isinstance(a, RowSize) and is_computed(b):
         raise RefusedError("sum of norms of rows")
-    if not isinstance(a, (View, Scores, RowSize)):
-        raise RefusedError("sum with squares or stacked tensors")
     if not is_computed(b):
+        if not isinstance(a, (View, Scores, RowSize)):
+            raise RefusedError("sum of squares or stacked tensors and a constant")
         return a.plus(wide(b) * alpha)
     if isinstance(a, Scores) or isinstance(b, Scores) or alpha != 1:
         raise RefusedError("sum of scores")

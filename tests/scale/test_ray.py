@@ -17,16 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import qflash
 
 ray = pytest.importorskip("ray", reason="needs the extra 'ray', which make test does not install; make test-ray does")
 pytest.importorskip("aiohttp")
-timm = pytest.importorskip("timm")
+pytest.importorskip("timm")
 pq = pytest.importorskip("pyarrow.parquet")
-from PIL import Image  # noqa: E402
 
+from photo_networks import logits_of, save_network  # noqa: E402
 from qflash_lab.evaluation.photo_files import write_crops  # noqa: E402
 from qflash_lab.evaluation.real_data import sample_photos  # noqa: E402
 
@@ -47,25 +46,14 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def network(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = timm.create_model("vit_tiny_patch16_224", pretrained=False, depth=2, num_classes=10, img_size=64).eval()
-    transform = qflash.image_transform(model, 64)
-    pixels = torch.stack([transform(Image.open(path)) for path in sorted(photos.glob("*.jpg"))[:32]])
-    made = qflash.quantize_model(model, pixels.split(16), mean=transform.mean, std=transform.std, progress=False)
-    made.about["images"] = {"input_size": (3, 64, 64), "mean": transform.mean, "std": transform.std, "crop_pct": 1.0}
-    path = tmp_path_factory.mktemp("network") / "vit.safetensors"
-    made.save(path)
-    return path
+    return save_network(sorted(photos.glob("*.jpg"))[:32], tmp_path_factory.mktemp("network"), depth=2, side=64)
 
 
 @pytest.fixture(scope="module")
 def wanted(photos: Path, network: Path) -> dict[str, list[int]]:
     """What the network makes of each photo."""
-    loaded = qflash.load_model(network)
-    transform = qflash.image_transform(loaded.about["images"])
     paths = sorted(photos.glob("*.jpg"))
-    with torch.inference_mode():
-        rows = [loaded(transform(Image.open(path))[None])[0].tolist() for path in paths]
-    return dict(zip((path.name for path in paths), rows, strict=True))
+    return dict(zip((path.name for path in paths), logits_of(paths, network), strict=True))
 
 
 def environment(mark: str) -> dict[str, str]:

@@ -17,16 +17,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-import qflash
-
-timm = pytest.importorskip("timm")
+pytest.importorskip("timm")
 pytest.importorskip("sklearn")
-from PIL import Image  # noqa: E402
-
-from qflash_lab.evaluation.photo_files import write_crops  # noqa: E402
-from qflash_lab.evaluation.real_data import sample_photos  # noqa: E402
+from photo_networks import logits_of, save_network
+from qflash_lab.evaluation.photo_files import write_crops
+from qflash_lab.evaluation.real_data import sample_photos
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "features_torchrun.py"
 COUNT, PART = 41, 4
@@ -45,23 +41,14 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def network(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = timm.create_model("vit_tiny_patch16_224", pretrained=False, depth=1, num_classes=10, img_size=32).eval()
-    transform = qflash.image_transform(model, 32)
-    pixels = torch.stack([transform(Image.open(path)) for path in sorted(photos.rglob("*.jpg"))])
-    made = qflash.quantize_model(model, pixels.split(16), mean=transform.mean, std=transform.std, progress=False)
-    made.about["images"] = {"input_size": (3, 32, 32), "mean": transform.mean, "std": transform.std, "crop_pct": 1.0}
-    path = tmp_path_factory.mktemp("network") / "vit.safetensors"
-    made.save(path)
-    return path
+    return save_network(sorted(photos.rglob("*.jpg")), tmp_path_factory.mktemp("network"), depth=1, side=32)
 
 
 @pytest.fixture(scope="module")
 def wanted(photos: Path, network: Path) -> dict[str, list[int]]:
     """What the network makes of each photo by itself, and zeros for the damaged file."""
-    loaded = qflash.load_model(network)
-    transform = qflash.image_transform(loaded.about["images"])
     paths = sorted(photos.rglob("*.jpg"))
-    rows = [loaded(transform(Image.open(path))[None])[0].tolist() for path in paths]
+    rows = logits_of(paths, network)
     names = (path.relative_to(photos).as_posix() for path in paths)
     return dict(zip(names, rows, strict=True)) | {"broken.JPG": [0] * 10}
 

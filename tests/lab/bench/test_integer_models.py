@@ -46,6 +46,14 @@ def test_rows_say_what_was_timed(tiny: None, tmp_path: Path) -> None:
     assert (tmp_path / "models_integer.csv").read_text().startswith("model,batch,dtype,method,images_per_s")
 
 
+def test_a_small_model_takes_its_own_images(tmp_path: Path) -> None:
+    words = "models --integer --model digits-vit --method timm --method integer --rounds 2 --device cpu --batch 1"
+    done = CliRunner().invoke(app, [*words.split(), "--output", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    rows = json.loads((tmp_path / "models_integer.json").read_text())["rows"]
+    assert [row["error"] for row in rows] == [None, None] and rows[1]["sqnr_db"] > 25
+
+
 def test_ratios_refer_to_the_compiled_model(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
     eager = TimedMethod(integer_models.BASELINE, "end-to-end", integer_models._eager)
     monkeypatch.setitem(integer_models.METHODS, integer_models.BASELINE, eager)

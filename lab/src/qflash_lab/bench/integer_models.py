@@ -23,6 +23,7 @@ from qflash.network.graph import IntegerNetwork
 from qflash.network.quantize import quantize_model
 
 from ..evaluation import small_models
+from ..evaluation.classifiers import resolve_model_name
 from ..evaluation.random_weights import randomise
 from . import console as bench_console
 from . import energy, nvml, onnx_models, report, runner, tables, timers
@@ -174,11 +175,14 @@ def pick_methods(only: Sequence[str] = (), device: str = "cuda") -> list[TimedMe
     return runner.choose(list(METHODS.values()), torch.device(device), only)
 
 
+def _statistics(model: nn.Module) -> dict[str, tuple[float, ...]]:
+    """Return the mean and std, a channel each or one for all, that a model's images in [0, 1] are normalised with."""
+    config: Any = getattr(model, "pretrained_cfg", None) or {"mean": (0.5,), "std": (0.5,)}
+    return {name: tuple(config[name]) for name in ("mean", "std")}
+
+
 def _normalised(pixels: torch.Tensor, model: nn.Module, dtype: torch.dtype) -> torch.Tensor:
-    config: Any = getattr(model, "pretrained_cfg", None) or {"mean": (0.5,) * 3, "std": (0.5,) * 3}
-    mean, std = (
-        torch.tensor(config[name], dtype=torch.float32, device=pixels.device).view(1, -1, 1, 1) for name in ("mean", "std")
-    )
+    mean, std = (torch.tensor(each, device=pixels.device).view(1, -1, 1, 1) for each in _statistics(model).values())
     return ((pixels.float() / 255 - mean) / std).to(dtype)
 
 
@@ -312,7 +316,12 @@ def run_integer_models(
         joules = Joules(gpu, energy_seconds, readings, energy.idle_watts(gpu, device, energy_seconds))
     loaded = {}
     for name in names:
-        model, size = loaded[label(name, image_size)] = load(name, pretrained, image_size)
+        model, size = load(name, pretrained, image_size)
+        if isinstance(model, small_models.SmallClassifier):
+            # the network alone, at its own size: what its classifier does to images before it has no integer form
+            side = small_models.MODELS[resolve_model_name(name)].side
+            model, size = model.backbone, (size[0], side, side)
+        loaded[label(name, image_size)] = model, size
         if not pretrained and name not in small_models.MODELS:
             randomise(model)
     where = "one CUDA graph of whole forward passes" if device.type == "cuda" else "forward passes on the CPU"
@@ -332,7 +341,8 @@ def run_integer_models(
         for name, (model, size) in loaded.items():
             calibration = draw_pixels(CALIBRATION_IMAGES, size, seed=1)
             placed = copy.deepcopy(model).to(device)
-            quantise = functools.cache(functools.partial(quantize_model, placed, [calibration], progress=False))
+            options: dict[str, Any] = {**_statistics(model), "progress": False}
+            quantise = functools.cache(functools.partial(quantize_model, placed, [calibration], **options))
             with tempfile.TemporaryDirectory() as folder:
                 onnx = _onnx_files(model, calibration, quantise, folder)
                 for batch in batches:

@@ -756,6 +756,19 @@ def test_tiles_of_linear_layers_are_near_the_fastest_measured() -> None:
     assert sum(ratio > 1.07 for ratio in ratios) <= 2
 
 
+def test_tiles_of_few_rows_are_near_the_fastest_measured() -> None:
+    """A network's time with each tile in one of its layers, for layers of batch 1 and 8."""
+    path = pathlib.Path(__file__).parents[2] / "benchmarks" / "archive" / "linear_tiles_h200.json"
+    times: dict[tuple[str | int, ...], dict[tiles.LinearTiles, float]] = {}
+    for row in json.loads(path.read_text())["rows"]:
+        layer = row["model"], row["batch"], row["rows"], row["inputs"], row["outputs"]
+        times.setdefault(layer, {})[tiles.LinearTiles(*row["tiles"])] = row["us"]
+    assert len(times) == 98
+    ratios = [found[rules.choose_linear_tiles(*layer[2:], 132)] / min(found.values()) for layer, found in times.items()]
+    assert max(ratios) < 1.026
+    assert sum(ratio > 1.01 for ratio in ratios) <= 9
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_tune_says_that_it_needs_a_gpu() -> None:
     result = CliRunner().invoke(app, ["tune", "--workload", "A7"])

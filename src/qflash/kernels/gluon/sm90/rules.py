@@ -352,27 +352,45 @@ LINEAR_TILES = (
     LinearTiles(64, 64, 3, 4, 4, 112),
     LinearTiles(64, 64, 6, 4, 2, 160),
     LinearTiles(64, 64, 12, 4, 1, 160),
+    LinearTiles(64, 128, 4, 4, 2, 200),
+    LinearTiles(64, 128, 8, 4, 1, 200),
 )
-"""Large, middle and small tiles of :func:`choose_linear_tiles`; small ones with longer rings where programs are few."""
+"""Large, middle and small tiles of :func:`choose_linear_tiles`; small and middle ones with longer rings, too, for two
+programs a processor and for one."""
+LINE = 128
+"""Bytes of a line of memory."""
 
 
 def choose_linear_tiles(rows: int, inputs: int, outputs: int, processors: int) -> LinearTiles:
     """Return the tiles of a linear layer for :mod:`.gluon.sm90.linear`.
 
     Large tiles read least, small ones keep more processors busy. Of 33 shapes of DeiT, ViT and Swin at batch 1 to 256 the
-    choice is the fastest of the first three or within 7 % of it on all but two, and within 16 % on these. Where a processor
-    has one or two small tiles, the ring takes the shared memory that more programs would: with few programs a layer lasts as
-    long as its steps wait for memory. On an H200 whole networks at batch 1 take 0.84 to 0.97 of the time so
-    (``few_tiles_h200.json``).
+    choice among large, middle and small tiles with short rings is the fastest or within 7 % of it on all but two, and within
+    16 % on these. Where a processor has one or two tiles, the ring takes the shared memory that more programs would: with few
+    programs a layer lasts as long as its steps wait for memory (``few_tiles_h200.json``). The middle tiles' longer rings and
+    the exceptions for few inputs and for rows that are not lines of memory are of ``linear_tiles_h200.json``: eleven tiles in
+    each of 98 layers of 11 networks at batch 1 and 8, of which the choice is within 1 % of the fastest in all but nine.
     """
-    large, middle, small, for_two, for_one = LINEAR_TILES
+    large, middle, small, small_for_two, small_for_one, middle_for_two, middle_for_one = LINEAR_TILES
     tiles = triton.cdiv(rows, large.block_m) * triton.cdiv(outputs, large.block_n)
-    # few inputs leave the products little time beside an output that is read and written in int16
-    enough = 1.5 if outputs > inputs else 8 if outputs == inputs else 4
+    if outputs > inputs:
+        enough = 1.5
+    elif outputs == inputs:
+        # few inputs leave the products little time beside an output that is read and written in int16
+        enough = 8
+    else:
+        # a step of a row that begins inside a line of memory reads two lines
+        enough = 1 if inputs % LINE else 4
     if tiles >= enough * processors:
         return large
-    tiles = triton.cdiv(rows, middle.block_m) * triton.cdiv(outputs, middle.block_n)
-    if outputs != inputs and tiles >= 2 * processors:
-        return middle
-    tiles = triton.cdiv(rows, small.block_m) * triton.cdiv(outputs, small.block_n)
-    return for_one if tiles <= processors else for_two if tiles <= 2 * processors else small
+    few = triton.cdiv(rows, small.block_m) * triton.cdiv(outputs, small.block_n)
+    if outputs != inputs:
+        tiles = triton.cdiv(rows, middle.block_m) * triton.cdiv(outputs, middle.block_n)
+        if tiles > 2 * processors:
+            return middle
+        if inputs >= 768 and outputs >= 384 and tiles > 0.75 * processors:
+            return middle_for_one if tiles <= 1.1 * processors else middle_for_two
+    if few <= processors:
+        # with a short ring the kernels before and after find room on the same processor
+        return small_for_two if inputs <= 1024 and few <= 0.7 * processors else small_for_one
+    return small_for_two if few <= 2 * processors else small

@@ -226,6 +226,7 @@ NAMES = {
     "vit_base_patch16_dinov3": "DINOv3-B, 256 px", "vit_base_patch16_siglip_224": "SigLIP-B",
     "vit_so400m_patch16_siglip_256": "SigLIP 2 so400m, 256 px", "swin_tiny_patch4_window7_224": "Swin-T",
     "swinv2_tiny_window8_256": "Swin V2-T, 256 px", "deit_base_patch16_224": "DeiT-B", "deit_small_patch16_224": "DeiT-S",
+    "vit_large_patch16_224": "ViT-L", "swin_base_patch4_window7_224": "Swin-B",
     "eva02_base_patch14_224": "EVA-02-B/14", "eva02_base_patch16_clip_224": "EVA-02 CLIP-B/16",
 }  # fmt: skip
 """What tables call timm's models."""

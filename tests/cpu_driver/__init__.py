@@ -305,6 +305,7 @@ class DriverLibrary:
 
     Attributes:
         calls: how many have been made.
+        pointer_bytes: of the machine that the driver runs on, 8 or 4.
         record: where calls are written, too, for a machine that this one cannot run.
         answers: where what the driver returns is written, too.
     """
@@ -315,14 +316,15 @@ class DriverLibrary:
     )  # fmt: skip
     """Functions by their numbers in ``driver.c``."""
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
+    def __init__(self, command: Sequence[str], environment: dict[str, str], pointer_bytes: int = 8) -> None:
         """Start nothing yet.
 
         Args:
             command: program and arguments.
             environment: of the process.
+            pointer_bytes: of the machine that the program runs on.
         """
-        self.command, self.environment = list(command), environment
+        self.command, self.environment, self.pointer_bytes = list(command), environment, pointer_bytes
         self.record: BinaryIO | None = None
         self.answers: BinaryIO | None = None
         self.calls = 0
@@ -409,22 +411,17 @@ class DriverLibrary:
     def _add_struct(self, buffers: list[_Buffer], value: Any, spans: _Spans, outputs: Sequence[str]) -> int:
         """Add a structure, and what its pointers point to."""
         sizes, at = spans(list(value.integers)), len(buffers)
-        raw = bytearray(bytes(value))
-        buffers.append(_Buffer(b""))
-        for name, _ in value._fields_[:-1]:
-            place = getattr(type(value), name).offset
-            raw[place : place + 8] = bytes(8)
+        buffers.append(_Buffer(self._without_pointers(value)))
+        for place, (name, _) in enumerate(value._fields_[:-1]):
             number = self._add(buffers, getattr(value, name) or 0, sizes[name], name in outputs)
             if number >= 0:
-                buffers[at].pointers.append((place, number))
-        buffers[at].data = bytes(raw)
+                buffers[at].pointers.append((place * self.pointer_bytes, number))
         return at
 
-    @staticmethod
-    def _without_pointers(value: Any) -> bytes:
-        """Return a structure whose pointers are not to be used."""
+    def _without_pointers(self, value: Any) -> bytes:
+        """Return a structure as the driver's machine has it, with NULL for all pointers, which integers of 8 bytes follow."""
         pointers = len(value._fields_) - 1
-        return bytes(8 * pointers) + bytes(value)[8 * pointers :]
+        return bytes(-(-self.pointer_bytes * pointers // 8) * 8) + bytes(value)[8 * pointers :]
 
     def _simple(self, name: str, argument: Any, spans: _Spans, outputs: Sequence[str]) -> int:
         buffers: list[_Buffer] = []
@@ -515,7 +512,7 @@ class DriverLibrary:
         for index, one in enumerate(three._obj):
             number = self._add(buffers, one.x or 0, _conversion_spans(list(one.integers))["x"], False)
             if number >= 0:
-                buffers[0].pointers.append((index * ctypes.sizeof(one), number))
+                buffers[0].pointers.append((index * len(self._without_pointers(one)), number))
         lengths = dict.fromkeys(("cu_q", "cu_k"), 8 * (packing._obj.integers[0] + 1))
         where = self._add_struct(buffers, packing._obj, lambda _: lengths, ())
         queries, heads, value_dim = three._obj[0].integers[2], like._obj.integers[1], like._obj.integers[6]

@@ -6,8 +6,10 @@ import functools
 import http.server
 import importlib.util
 import json
+import os
 import pathlib
 import queue
+import shlex
 import shutil
 import subprocess
 import threading
@@ -17,7 +19,10 @@ from typing import Any
 import pytest
 import torch
 
+import cpu_driver
 import qflash
+from golden_cases import FILES, cases_of, differing, needs_golden, require_equal
+from qflash.kernels.cpu import launch
 from qflash.network import c_export, web_export
 from small_networks import draw
 
@@ -165,8 +170,8 @@ WATCH = """
 """
 
 
-def look(page: pathlib.Path, profile: pathlib.Path) -> list[str]:
-    """Open the page in Chromium; return its name, and the class and the text of its proof."""
+def browse(folder: pathlib.Path, profile: pathlib.Path, name: str = "watch.html") -> list[str]:
+    """Open a folder's page in Chromium; return what it fetches as "said?", in parts."""
     said: queue.Queue[str] = queue.Queue()
 
     class Handler(http.server.SimpleHTTPRequestHandler):
@@ -174,11 +179,10 @@ def look(page: pathlib.Path, profile: pathlib.Path) -> list[str]:
             if "/said?" in self.path:
                 said.put(urllib.parse.unquote(self.path.partition("?")[2]))
 
-    (page / "watch.html").write_text(WATCH, encoding="utf-8")
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(page))) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", "--remote-debugging-port=0"]
-        address = f"http://127.0.0.1:{server.server_port}/watch.html"
+        address = f"http://127.0.0.1:{server.server_port}/{name}"
         with subprocess.Popen(
             [str(CHROMIUM), *options, address], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         ) as browser:
@@ -187,6 +191,83 @@ def look(page: pathlib.Path, profile: pathlib.Path) -> list[str]:
             finally:
                 browser.terminate()
                 server.shutdown()
+
+
+def look(page: pathlib.Path, profile: pathlib.Path) -> list[str]:
+    """Open the page in Chromium; return its name, and the class and the text of its proof."""
+    (page / "watch.html").write_text(WATCH, encoding="utf-8")
+    return browse(page, profile)
+
+
+IN_NODE = """
+import { readFileSync, readSync, writeSync } from "node:fs";
+import { run } from "./driver.mjs";
+const read = (bytes) => {
+  for (;;) {
+    try {
+      return readSync(0, bytes);
+    } catch (error) {
+      if (error.code !== "EAGAIN") throw error;
+    }
+  }
+};
+const write = (bytes, file) => {
+  for (let at = 0; at < bytes.length; at += writeSync(file, bytes, at));
+};
+process.exitCode = await run(new WebAssembly.Module(readFileSync("driver.wasm")), read, write);
+"""
+IN_A_BROWSER = """
+<script type="module">
+  import { run } from "./driver.mjs";
+  const load = async (name) => new Uint8Array(await (await fetch(name)).arrayBuffer());
+  const [code, calls, answers] = await Promise.all(["driver.wasm", "calls.bin", "answers.bin"].map(load));
+  let at = 0, got = 0, equal = true;
+  const read = (bytes) => {
+    const more = calls.subarray(at, at + bytes.length);
+    bytes.set(more);
+    at += more.length;
+    return more.length;
+  };
+  const write = (bytes, file) => {
+    if (file === 1) equal &&= bytes.every((x) => x === answers[got++]);
+  };
+  const status = await run(await WebAssembly.compile(code), read, write);
+  fetch("said?" + encodeURIComponent([status, at, got, equal].join("|")));
+</script>
+"""
+
+
+@pytest.mark.slow
+@needs_node
+@needs_zig
+@needs_golden
+def test_kernels_have_the_committed_bits_in_node_and_in_a_browser(tmp_path: pathlib.Path) -> None:
+    kernels = cpu_driver.KERNELS
+    flags = shlex.split(web_export._variable((kernels / "program" / "Makefile").read_text(encoding="utf-8"), "FLAGS"))
+    sources = [cpu_driver.HERE / "driver.c", *(kernels / name for name in launch._SOURCES)]
+    command = [*web_export._compiler(), *flags, "-target", "wasm32-wasi", "-msimd128", f"-I{kernels}", *map(str, sources)]
+    subprocess.run([*command, "-o", str(tmp_path / "driver.wasm"), "-lm"], capture_output=True, check=True)
+    shutil.copyfile(cpu_driver.HERE / "driver.mjs", tmp_path / "driver.mjs")
+    (tmp_path / "node.mjs").write_text(IN_NODE, encoding="utf-8")
+    script = f"process.chdir({json.dumps(str(tmp_path))}); await import({json.dumps(str(tmp_path / 'node.mjs'))});"
+    library = cpu_driver.DriverLibrary([str(NODE), "--input-type=module", "--eval", script], dict(os.environ), pointer_bytes=4)
+    with (
+        (tmp_path / "calls.bin").open("wb") as library.record,
+        (tmp_path / "answers.bin").open("wb") as library.answers,
+        cpu_driver.kernels_in(library),
+    ):
+        for name in FILES:
+            require_equal(differing(cases_of(name), "cpu"), "WebAssembly in node")
+    assert library.calls > 200
+    if CHROMIUM is None:
+        pytest.skip("needs chromium, too; node gave the committed bits")
+    (tmp_path / "calls.html").write_text(IN_A_BROWSER, encoding="utf-8")
+    sizes = [str((tmp_path / name).stat().st_size) for name in ("calls.bin", "answers.bin")]
+    assert browse(tmp_path, tmp_path / "profile", "calls.html") == ["0", *sizes, "true"]
+    damaged = bytearray((tmp_path / "answers.bin").read_bytes())
+    damaged[-1] ^= 1
+    (tmp_path / "answers.bin").write_bytes(damaged)
+    assert browse(tmp_path, tmp_path / "profile", "calls.html") == ["0", *sizes, "false"]
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 
 import qflash
@@ -33,6 +34,13 @@ from qflash.specification.recipe import PRESETS, Recipe
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Where Triton kernels run: the GPU, or the CPU in the interpreter (see conftest.py)."""
+
+
+def few(cases: Iterable[Any]) -> list[Any]:
+    """Return cases for parametrize, of which all but the first, the middle and the last are slow: one path has them all."""
+    each = list(cases)
+    kept = {0, len(each) // 2, len(each) - 1}
+    return [case if index in kept else pytest.param(case, marks=pytest.mark.slow) for index, case in enumerate(each)]
 
 
 def eviction_policy(case: int) -> str:

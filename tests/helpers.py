@@ -36,11 +36,16 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Where Triton kernels run: the GPU, or the CPU in the interpreter (see conftest.py)."""
 
 
+def slow(*values: Any) -> Any:
+    """Return a case for parametrize that is slow."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def few(cases: Iterable[Any]) -> list[Any]:
-    """Return cases for parametrize, of which all but the first, the middle and the last are slow: one path has them all."""
+    """Return cases for parametrize, of which all but the first, the middle and the last are slow: they take the same path."""
     each = list(cases)
     kept = {0, len(each) // 2, len(each) - 1}
-    return [case if index in kept else pytest.param(case, marks=pytest.mark.slow) for index, case in enumerate(each)]
+    return [case if index in kept else slow(case) for index, case in enumerate(each)]
 
 
 def eviction_policy(case: int) -> str:

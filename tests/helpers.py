@@ -41,10 +41,10 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def few(cases: Iterable[Any]) -> list[Any]:
-    """Return cases for parametrize, of which all but the first, the middle and the last are slow: they take the same path."""
+def few(cases: Iterable[Any], count: int = 3) -> list[Any]:
+    """Return cases for parametrize that take one path: all are slow but ``count`` at equal distances, ends included."""
     each = list(cases)
-    kept = {0, len(each) // 2, len(each) - 1}
+    kept = {round(index * (len(each) - 1) / (count - 1)) for index in range(count)}
     return [case if index in kept else slow(case) for index, case in enumerate(each)]
 
 

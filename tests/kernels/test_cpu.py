@@ -825,7 +825,7 @@ def test_without_any_folder_the_reason_is_given(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.usefixtures("uncached", "compilations")
 def test_processes_that_start_together_get_the_same_library(tmp_path: pathlib.Path) -> None:
-    assert load_in_processes(8) == [0] * 8
+    assert load_in_processes(4) == [0] * 4
     assert len(libraries(tmp_path)) == 1
     assert len(list((tmp_path / "cache" / "qflash").iterdir())) == 1
 

@@ -32,7 +32,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 
-SHARE = 8
+SHARE = 16
 """Without ``--all`` one of so many of the slow cases is run, always the same one."""
 
 

@@ -6,12 +6,19 @@
 
 PYTHON ?= python3
 WORKERS ?= auto
+# Each process gets neighbouring tests, which share the networks that they make
+PARALLEL = -n $(WORKERS) --dist worksteal
 ARGS ?=
 TIMES ?= 30
 
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+
+# pip does not compile what it installs, 2,400 files of PyTorch alone: the first import does. Kept here even where the
+# environment forbids it, since the tests start hundreds of processes.
+unexport PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
 
 # Bounds: the newest versions this tree was tested with; lint tools are pinned because their output is part of the check.
 REQUIREMENTS := "torch<2.16" "triton<3.10" "torchvision<0.30" "timm<1.1" "transformers<6" "numpy<3" "pandas<4" "scipy<2" \
@@ -73,8 +80,8 @@ demo: $(READY)
 
 test-all: EVERY := --all
 test test-all: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(EVERY) $(ARGS)
-	$(if $(ARGS),,TRITON_INTERPRET=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(EVERY) \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(EVERY) $(ARGS)
+	$(if $(ARGS),,TRITON_INTERPRET=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(EVERY) \
 		tests/kernels/test_gluon_on_ptx.py)
 
 build/floor: pyproject.toml lab/pyproject.toml Makefile
@@ -86,7 +93,7 @@ build/floor: pyproject.toml lab/pyproject.toml Makefile
 
 # What meets PyTorch's and the models' own interfaces, and kernels in the interpreter
 test-floor: build/floor
-	OMP_NUM_THREADS=1 build/floor/bin/python -m pytest -n $(WORKERS) $(or $(ARGS),tests/core/test_api.py tests/core/test_compile.py \
+	OMP_NUM_THREADS=1 build/floor/bin/python -m pytest $(PARALLEL) $(or $(ARGS),tests/core/test_api.py tests/core/test_compile.py \
 		tests/core/test_defaults.py tests/integrations/test_transformers.py tests/integrations/test_timm.py tests/core/test_cli.py)
 
 # The package from its wheel, with the newest versions that another Python gets
@@ -109,7 +116,7 @@ test-ray: $(VENV)/.ready-ray
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --all tests/scale $(ARGS)
 
 fuzz: $(READY)
-	QFLASH_FUZZ=$(TIMES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/fuzz $(ARGS)
+	QFLASH_FUZZ=$(TIMES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) tests/fuzz $(ARGS)
 
 sanitize: $(READY)
 	$(BIN)/python scripts/sanitize_cpu.py $(ARGS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import gc
 import os
 import random
 import zlib
@@ -31,7 +32,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 
-SHARE = 8
+SHARE = 16
 """Without ``--all`` one of so many of the slow cases is run, always the same one."""
 
 
@@ -71,6 +72,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    # PyTorch, the tests and all they import stay: a third of a conversion's time would go into looking for garbage in them
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 
 import qflash
@@ -33,6 +34,18 @@ from qflash.specification.recipe import PRESETS, Recipe
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Where Triton kernels run: the GPU, or the CPU in the interpreter (see conftest.py)."""
+
+
+def slow(*values: Any) -> Any:
+    """Return a case for parametrize that is slow."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def few(cases: Iterable[Any], count: int = 3) -> list[Any]:
+    """Return cases for parametrize that take one path: all are slow but ``count`` at equal distances, ends included."""
+    each = list(cases)
+    kept = {round(index * (len(each) - 1) / (count - 1)) for index in range(count)}
+    return [case if index in kept else slow(case) for index, case in enumerate(each)]
 
 
 def eviction_policy(case: int) -> str:

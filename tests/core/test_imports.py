@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import json
 import pathlib
@@ -87,10 +88,15 @@ print(counter.get_total_flops())
     assert int(done.stdout) == 2 * 2 * 8 * 8 * (16 + 16)
 
 
+@functools.cache
+def parsed(path: pathlib.Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports(path: pathlib.Path, root: pathlib.Path = ROOT) -> list[tuple[str, bool]]:
     """Return the modules of its own package that a file imports, as dotted names, and whether at its top level."""
     package = path.relative_to(root).parent.parts
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parsed(path)
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -126,7 +132,7 @@ def test_directions_of_imports(path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_the_package_does_not_import_the_lab(path: pathlib.Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         assert not [name for name in names if name.split(".")[0] == "qflash_lab"]

@@ -47,8 +47,8 @@ def collected(folder: Path, day: str, *options: str) -> list[str]:
 
 
 def test_every_day_has_the_same_cases(tmp_path: Path) -> None:
-    days = [collected(tmp_path / day.replace(", ", "-"), day) for day in ("2026, 1, 1", "2026, 1, 2", "2031, 12, 31")]
-    assert days[0] == days[1] == days[2] != []
+    days = [collected(tmp_path / day.replace(", ", "-"), day) for day in ("2026, 1, 1", "2031, 12, 31")]
+    assert days[0] == days[1] != []
     every = collected(tmp_path / "all", "2026, 1, 1", "--all")
     assert len(every) > len(days[0]) and {*days[0]} < {*every}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import qflash
-from helpers import DEVICE, exact_attention
+from helpers import DEVICE, exact_attention, slow
 from qflash.specification.attention_call import float_call
 from qflash.specification.memory_format import as_four
 from qflash.specification.recipe import DEFAULT, Recipe
@@ -117,6 +117,8 @@ def test_content_of_hidden_int8_tokens_changes_no_bit(backend: str, form: str) -
 
 
 BACK_ENDS = ["reference", "auto", "triton"] if DEVICE.type == "cpu" else ["reference", "auto"]
+OFTEN = [slow(name) if name == "triton" else name for name in BACK_ENDS]
+"""For tests of so many calls that the interpreter takes long."""
 
 
 def in_other_memory(mask: torch.Tensor, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
@@ -136,7 +138,7 @@ def in_other_memory(mask: torch.Tensor, shape: tuple[int, ...]) -> dict[str, tor
 
 
 @pytest.mark.parametrize("kind", ["bool", "float", "fixed"])
-@pytest.mark.parametrize("backend", BACK_ENDS)
+@pytest.mark.parametrize("backend", OFTEN)
 def test_memory_of_a_mask_changes_no_bit(backend: str, kind: str) -> None:
     # one mask for the whole batch, in which tokens 6 to 8 are hidden and loud
     batch, heads, tokens = 2, 2, 9
@@ -206,7 +208,7 @@ def test_heads_of_a_group_see_together() -> None:
         assert not torch.equal(qflash.attention(query, other, value, mask, **options)[:, 0], out[:, 0])
 
 
-@pytest.mark.parametrize("backend", BACK_ENDS)
+@pytest.mark.parametrize("backend", OFTEN)
 @pytest.mark.parametrize("expanded", [False, True])
 def test_without_tokens_there_is_nothing_to_see(backend: str, expanded: bool) -> None:
     for batch, heads, queries, keys in itertools.product((0, 2), (0, 2), (0, 3), (0, 1, 9)):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import qflash
-from helpers import load_script
+from helpers import few, load_script
 
 Function = Callable[..., torch.Tensor]
 HEADS, TOKENS, CHANNELS = 3, 5, 8
@@ -104,7 +104,7 @@ def sdpa_calls() -> Iterator[tuple[str, list[torch.Tensor], dict[str, Any]]]:
 CALLS = {name: (tensors, options) for name, tensors, options in sdpa_calls()}
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", few(CALLS))
 def test_sdpa(name: str) -> None:
     tensors, options = CALLS[name]
     want = F.scaled_dot_product_attention(*tensors, **options).stride()

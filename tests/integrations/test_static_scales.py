@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qflash
+from helpers import slow
 from qflash.integrations import static_scales
 from qflash_lab.bench.metrics import sqnr
 from small_networks import build, draw, normalise
@@ -363,7 +364,7 @@ def targets(recipe: Any) -> list[Any]:
     return [calibrated(recipe=recipe), qflash.patch(build("vit", num_classes=10), recipe)]
 
 
-@pytest.mark.parametrize("name", ["default", "all", "paper"])
+@pytest.mark.parametrize("name", [slow("default"), "all", slow("paper")])
 def test_numbers_that_are_no_scales_are_refused_by_name(name: str) -> None:
     recipe = RECIPES[name]
     for entry, x in entries(recipe).items():
@@ -382,7 +383,7 @@ def test_numbers_that_are_no_scales_are_refused_by_name(name: str) -> None:
                 assert after.keys() == before.keys()
 
 
-@pytest.mark.parametrize("name", ["default", "all", "paper"])
+@pytest.mark.parametrize("name", [slow("default"), "all", slow("paper")])
 def test_other_shapes_of_scales_are_refused_by_name(name: str) -> None:
     recipe = RECIPES[name]
     for entry, x in entries(recipe).items():

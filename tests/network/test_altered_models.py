@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import qflash
+from helpers import few
 from qflash_lab.bench.metrics import sqnr
 from small_networks import build, draw, normalise, timm
 
@@ -517,7 +518,7 @@ ALTERED: dict[str, tuple[str, Callable[[Any], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", ALTERED)
+@pytest.mark.parametrize("name", few(ALTERED, 16))
 def test_an_altered_model_is_right_or_refused_by_name(name: str) -> None:
     family, change, expected = ALTERED[name]
     model = build(family, num_classes=10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import functools
 import io
 import json
 import os
@@ -444,7 +445,14 @@ def test_a_pipe_gets_the_file_itself(network: Any, path: Path, tmp_path: Path) -
 # --- state_dict -----------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def quantised_once(model: Any, seed: int) -> Any:
+    return qflash.quantize_model(model, [draw(model, 16, seed)], progress=False)
+
+
 def quantised(model: Any, seed: int, **options: Any) -> Any:
+    if not options:
+        return copy.deepcopy(quantised_once(model, seed))
     return qflash.quantize_model(model, [draw(model, 16, seed)], progress=False, **options)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import qflash
+from helpers import few
 from network_cases import CHECK, draw_gated
 from qflash.network import activations, conversion
 from qflash.network.conversion import Range
@@ -95,7 +96,7 @@ MLPS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", MLPS)
+@pytest.mark.parametrize("name", few(MLPS, 2))
 def test_a_gated_mlp_is_close_in_all_its_forms(name: str) -> None:
     mlp, act = MLPS[name]
     model = build("vit", num_classes=10)

@@ -161,6 +161,12 @@ def change_type(header: dict[str, Any]) -> None:
     header["head.bias"]["dtype"] = "F32"
 
 
+@pytest.fixture(scope="module")
+def partly_float() -> Any:
+    model = build("vit", num_classes=2, depth=1)
+    return qflash.quantize_model(model, [draw(model, 4)], keep_float=["blocks.0.mlp"], progress=False, min_sqnr=None)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -180,9 +186,9 @@ def change_type(header: dict[str, Any]) -> None:
         ({"other": 1}, "do not fit FloatNode"),
     ],
 )
-def test_a_damaged_float_node_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    model, path = build("vit", num_classes=2, depth=1), tmp_path / "network.safetensors"
-    qflash.quantize_model(model, [draw(model, 4)], keep_float=["blocks.0.mlp"], progress=False, min_sqnr=None).save(path)
+def test_a_damaged_float_node_is_refused(partly_float: Any, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = tmp_path / "network.safetensors"
+    partly_float.save(path)
 
     def damage(ours: dict[str, Any]) -> None:
         next(each for each in ours["nodes"] if each["name"] == "blocks.0.mlp.fc2")["sizes"].update(change)
@@ -191,8 +197,10 @@ def test_a_damaged_float_node_is_refused(tmp_path: Path, change: dict[str, Any],
     path.write_bytes(rewrite(content, in_ours(damage)))
     with pytest.raises(ValueError, match=message):
         load_model(path, verify=False)
-    # numbers that are none
-    network = qflash.quantize_model(model, [draw(model, 4)], keep_float=["blocks.0.mlp"], progress=False, min_sqnr=None)
+
+
+def test_a_float_node_without_numbers_is_refused(partly_float: Any, tmp_path: Path) -> None:
+    network, path = copy.deepcopy(partly_float), tmp_path / "network.safetensors"
     network.part("blocks.0.mlp.fc2").weight.data[0, 0] = float("nan")
     network.save(path)
     with pytest.raises(ValueError, match=r"blocks\.0\.mlp\.fc2: weight must be finite"):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn.parallel import comm, replicate
 
+from helpers import few
 from qflash.network.modules import PatchEmbedding
 from small_networks import KINDS, draw, made  # noqa: F401 - a fixture
 
@@ -33,7 +34,7 @@ def broadcast(tensors: Sequence[torch.Tensor], devices: Sequence[int], buffer_si
     return copies
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS, 5))
 def test_replicas_have_the_bits_of_the_network(kind: str, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.setattr(comm, "broadcast_coalesced", broadcast)
     model, network = made(kind)

@@ -7,31 +7,17 @@ import pathlib
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
-from qflash_lab.bench import first_call, problems
+from qflash_lab.bench import first_call
 from qflash_lab.cli import app
 
 SMALL = ("1,1,9,16", "1,1,9,16,12")
 
 
-def test_every_problem_is_called_once_with_empty_and_once_with_filled_caches(tmp_path: pathlib.Path) -> None:
-    done = CliRunner().invoke(
-        app, ["bench", "--first-call", "--device", "cpu", *(f"--shape={shape}" for shape in SMALL), "--output", str(tmp_path)]
-    )
-    assert done.exit_code == 0, done.output
-    record = json.loads((tmp_path / "first_call.json").read_text())
-    assert [(row["shape"], row["keys"], row["dtype"], row["error"]) for row in record["rows"]] == [
-        ("1x1x9x16", 9, "float32", None), ("1x1x9x16", 12, "float32", None),
-    ]  # fmt: skip
-    for which in ("empty_s", "warm_s"):
-        assert all(row[which] > 0 for row in record["rows"])
-        assert record["total"][which] == pytest.approx(sum(row[which] for row in record["rows"]))
-    assert "all 2" in done.output and (tmp_path / "first_call.csv").is_file()
-
-
-def test_caches_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_problem_is_called_once_with_empty_and_once_with_filled_caches(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
     """The C library of the CPU back end is compiled by the first process, and found by the second."""
     seen: list[set[str]] = []
     run = first_call._run
@@ -42,8 +28,19 @@ def test_caches_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         return answers
 
     monkeypatch.setattr(first_call, "_run", watched)
-    first_call.run_first_call(problems.make_problems((), SMALL[:1], (1,)), dtype=torch.float32, device=torch.device("cpu"))
+    done = CliRunner().invoke(
+        app, ["bench", "--first-call", "--device", "cpu", *(f"--shape={shape}" for shape in SMALL), "--output", str(tmp_path)]
+    )
+    assert done.exit_code == 0, done.output
     assert seen[0] and seen[0] == seen[1]
+    record = json.loads((tmp_path / "first_call.json").read_text())
+    assert [(row["shape"], row["keys"], row["dtype"], row["error"]) for row in record["rows"]] == [
+        ("1x1x9x16", 9, "float32", None), ("1x1x9x16", 12, "float32", None),
+    ]  # fmt: skip
+    for which in ("empty_s", "warm_s"):
+        assert all(row[which] > 0 for row in record["rows"])
+        assert record["total"][which] == pytest.approx(sum(row[which] for row in record["rows"]))
+    assert "all 2" in done.output and (tmp_path / "first_call.csv").is_file()
 
 
 def test_an_error_is_a_row() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import qflash
-from helpers import write_fashion
+from helpers import slow, write_fashion
 from qflash_lab.bench.workloads import get_workload
 
 pytest.importorskip("timm")
@@ -95,7 +95,7 @@ def test_accuracy_in_float_and_in_integers(name: str, least: float) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["fashion-vit", "fashion-swin"])
+@pytest.mark.parametrize("name", ["fashion-vit", slow("fashion-swin")])
 def test_accuracy_of_the_whole_integer_network(name: str) -> None:
     split = small_models.load_images("fashion")
     images, labels = split.images[:FLOAT_IMAGES], split.labels[:FLOAT_IMAGES]

@@ -261,6 +261,23 @@ def test_names_and_patterns_pick_cases() -> None:
         names("vit", "197x64-nothing")
 
 
+def test_no_name_that_a_pattern_fits_is_left_out() -> None:
+    draw = random.Random(0)
+    names = ["49x16", "49x16-causal", "a:b"]
+    launches = [(name, f"{name}{tail}") for name in names for tail in ("", ":0-pack_value", ":1-x")]
+    parts = ["4", "9", "x16", "-", "*", "?", ":", "[0-9]", "[!a]", "[]*:]", "[", "b"]
+    fitting = 0
+    for _ in range(5000):
+        pattern = "".join(draw.choice(parts) for _ in range(5))
+        for name, launch in launches:
+            if verify_cases.fits_pattern(launch, (pattern,)):
+                fitting += 1
+                assert verify_cases.may_fit_pattern(name, (pattern,)), pattern
+    assert fitting > 100
+    # and what can be seen not to fit is not spelt out
+    assert not any(verify_cases.may_fit_pattern(case.name, ("[a-z]*", "49x16-none:*")) for case in verify_cases.calls())
+
+
 def test_a_sample_can_be_drawn_again() -> None:
     assert [proof.sample_size(text, 100) for text in ("7", "1/40", "1000", "3/4")] == [7, 3, 100, 75]
     every = range(60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import itertools
 import re
 from collections.abc import Hashable, Iterator, Sequence
@@ -414,9 +415,16 @@ def fits_pattern(name: str, patterns: Sequence[str]) -> bool:
     return not patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
+@functools.cache
+def _head(pattern: str) -> tuple[str, ...]:
+    """Return what a pattern has for each character up to its first ``*``."""
+    return tuple(itertools.takewhile(lambda part: part != "*", re.findall(r"\[!?\]?[^]]*\]|.", pattern)))
+
+
 def may_fit_pattern(name: str, patterns: Sequence[str]) -> bool:
-    """Tell whether a pattern may fit the call's name or one of its launches', which begins with it."""
-    return not patterns or any(name.startswith(re.split(r"[:*?[]", pattern)[0]) for pattern in patterns)
+    """Tell whether a pattern may fit the call's name or one of its launches', which is that, a colon and more."""
+    known = f"{name}:"
+    return not patterns or any(fits_pattern(known, ["".join(_head(each)[: len(known)]) + "*"]) for each in patterns)
 
 
 def distinct_cases(target: str, patterns: Sequence[str]) -> list[AnyCase]:

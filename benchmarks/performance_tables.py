@@ -765,6 +765,7 @@ class Section(NamedTuple):
 
 
 REPLAY = "CUDA-graph replay, microseconds"
+"""What the head of the page says of all tables; a heading has no line for it."""
 CUDNN_LEFT_OUT = """ cuDNN's float8 is left out: its graph held a second small kernel, so it was not timed alone."""
 PACKAGES = {
     "fa3-fwd": {col.FA3, col.FA3_SPLIT, col.FA3_FLOAT8},
@@ -789,7 +790,7 @@ def peers_run(dtype: str) -> str:
     shown = {name for name, rows in PACKAGES.items() if rows & methods_of(file_of(f"peers_{dtype}"))}
     packages = ", ".join(f"`{name} {version}`" for name, version in record["packages"].items() if name in shown)
     where = record["environment"]
-    return f"""Beside other packages ({packages}), all methods in alternation in one run, median of 15 rounds. Kernels of commit
+    return f"""Beside other packages ({packages}), median of 15 rounds. Kernels of commit
 {where["commit"]}, cuDNN {cudnn(where["cudnn"])}."""
 
 
@@ -839,9 +840,8 @@ and returns bf16."""
     Section(
         "Latency from fp16, PyTorch's kernels",
         REPLAY,
-        """All methods in alternation in one run, median of 15 rounds. Quantisation is inside the clock. **fastest ÷ ours** is
-the least of FA2, cuDNN and efficient divided by ours. The rows of 16384 keys reach the power limit: their quartiles lie up to
-5 % apart, on int8 up to 13 %.""",
+        """Median of 15 rounds, quantisation inside the clock. **fastest ÷ ours** is the least of FA2, cuDNN and efficient
+divided by ours. The rows of 16384 keys reach the power limit: their quartiles lie up to 5 % apart, on int8 up to 13 %.""",
         Table(latencies, end_to_end),
         LATENCY_FILES,
     ),
@@ -895,21 +895,19 @@ The cost of the bias is the time with it divided by the time without it.""",
         "Packed sequences of several lengths",
         "CUDA-graph replay, microseconds; the last two columns eager, until the device is done",
         """`qflash.varlen_attention` beside PyTorch's `varlen_attn` (FlashAttention 2), both in fp16, quantisation inside the
-clock, medians of nine rounds alternating ([what runs](../models.md#sequences-of-several-lengths)). The images' sides are drawn
-evenly between the two ends (`benchmarks/varlen.py`). Sequences of up to 256 keys (384 with 72 to 96 channels) are one launch,
-and where there are many, up to 768 (640); others are quantised before. Slower than FA2: heads of 72 channels by a twentieth
+clock, medians of nine rounds ([what runs](../models.md#sequences-of-several-lengths)). The images' sides are drawn evenly
+between the two ends (`benchmarks/varlen.py`). Slower than FA2: heads of 72 channels by a twentieth
 and, not in the table, those of 72 and 80 with other mixes of lengths by up to a seventh
-([data](../../benchmarks/archive/wide_heads_h200.json)) and heads of 128 with 64 to 256 patches, these on an H100. Eager
-calls repeat a kept plan.""",
+([data](../../benchmarks/archive/wide_heads_h200.json)) and heads of 128 with 64 to 256 patches, these on an H100.""",
         PACKED,
         (file_of("varlen"),),
     ),
     Section(
         "Linear layers of integer networks",
-        "CUDA-graph replay, microseconds",
+        REPLAY,
         """Ours with its epilogue: bias and requantisation to int8, GELU as well, or the residual added in int16. cuBLAS
 without: float16 with a bias, float8 (e4m3, one scale, float16 out) and int8 with int32 out (`benchmarks/linear_layers.py`,
-medians of nine rounds alternating). The last two columns are our operations against the card's dense int8 peak, and bytes
+medians of nine rounds). The last two columns are our operations against the card's dense int8 peak, and bytes
 that have to move against its bandwidth, by its data sheet.""",
         LINEAR,
         (file_of("linear_layers"),),
@@ -917,8 +915,8 @@ that have to move against its bandwidth, by its data sheet.""",
     Section(
         "Whole models",
         "CUDA-graph replay, images per second",
-        """Images a second of timm's models in fp16, one to three forward passes a graph
-([how](../benchmarking.md#whole-models-qflash-lab-models), median of 11 rounds in alternation). **Fastest SDPA** is the fastest
+        """timm's models in fp16, one to three forward passes a graph
+([how](../benchmarking.md#whole-models-qflash-lab-models)), median of 11 rounds. **Fastest SDPA** is the fastest
 of timm's choice and SDPA's three back ends; Swin V2 cannot call SDPA. **qflash** is `qflash.patch`, in Swin and Swin V2 with
 `keep_bias=True`. **Compiled** is of Swin the faster with and without SDPA; each ratio is the patched model's images over those
 in the column before it. The SQNR is of the logits, or features of DINOv2, against float32.""",
@@ -952,28 +950,27 @@ quantisation out.""",
     Section(
         "Instructions per score",
         "Counted in the machine code of Triton 3.6, 2026-11-29",
-        """By `qflash-lab verify`: warp instructions of a whole kernel where a program computes
-all scores of its queries at once, else of one iteration of its loops over the keys, divided by its scores.
+        """By `qflash-lab verify`: warp instructions divided by scores, of a whole kernel where a program computes all scores
+of its queries at once, else of one iteration of its loops over the keys.
 
-* `vit-257`, `vit-257-80`, `vit-577`, `vit-1370` and `vit-729-72` take the sm_90 resident kernel on Hopper. Elsewhere
-  such rows take the streaming kernel. `vit-577` is 0.7 in the first pass and 8.8 in the second, which includes a
-  maximum that seldom runs.
-* `vit-80` has few heads: two warps share each row.
-* `vit-hundreds` and `vit-257-80` contain code for tail queries as well as for a block, and per-channel scales.
-* `swin`, `swin-windows` and `swin-thousands` are the windows kernel: one tile of 16 queries per warp and all that
-  precedes it. With a bias the code is there twice, for tiles with and without marks.
-* Of the streaming kernel, the loops that usually run are counted: 1.0 in the first pass and 8.5 in the second at d =
-  64. At d = 128 the maxima that clamp scores are included, one per score, which seldom run. `long-64` has per-channel
-  scales and exact row sums, and 120 spills.""",
+* `vit-257`, `vit-257-80`, `vit-577`, `vit-1370` and `vit-729-72` take the sm_90 resident kernel on Hopper, elsewhere the
+  streaming kernel. `vit-577` is 0.7 in the first pass and 8.8 in the second, which includes a maximum that seldom runs.
+* `vit-80` has few heads: two warps share each row. `vit-hundreds` and `vit-257-80` contain code for tail queries as well as
+  for a block, and per-channel scales.
+* `swin`, `swin-windows` and `swin-thousands` are one tile of 16 queries per warp and all that precedes it. With a bias the
+  code is there twice, for tiles with and without marks.
+* Of the streaming kernel, the loops that usually run are counted: 1.0 in the first pass and 8.5 in the second at d = 64. At
+  d = 128 one maximum per score is included that seldom runs. `long-64` has per-channel scales and exact row sums, and 120
+  spills.""",
         CODE,
         ("verify_triton36",),
     ),
     Section(
         "Machine code of Triton 3.9",
         "CUDA-graph replay, time divided by the time with Triton 3.6's code",
-        """Triton 3.9's machine code (ptxas 13.4) of the same kernels, in place of Triton 3.6's in the launcher's cache, timed
-in the same session. All launches returned the reference's bits. `form for 3.9` is the form that is used with Triton 3.9, where
-it is another one ([why](limits.md#register-pressure-and-ptxas)).""",
+        """Triton 3.9's machine code (ptxas 13.4) of the same kernels, timed in the same session. All launches returned the
+reference's bits. `form for 3.9` is the form that is used with Triton 3.9, where it is another one
+([why](limits.md#register-pressure-and-ptxas)).""",
         NEWER,
         ("../archive/triton39_h200",),
     ),
@@ -981,19 +978,22 @@ it is another one ([why](limits.md#register-pressure-and-ptxas)).""",
         Section(
             f"CPU: {title}",
             "Eager calls on two threads, milliseconds",
-            """Inputs uniform in [-4, 4) float32, all methods in alternation, **lowest** of nine rounds (three for the
-reference). `float32` has quantisation inside the clock, `int8` outside. A ratio is SDPA's time in float32 divided by ours."""
-            + note,
+            note,
             Table(functools.partial(processor, file), PROCESSOR),
             (file,),
         )
         for title, file, note in (
-            ("Zen 4 EPYC with VNNI", "cpu_zen4", " PyTorch 2.14.1."),
-            ("Zen 5 EPYC with VNNI", "cpu_vnni", f" {BEFORE_EXACT_SUMS}"),
+            (
+                "Zen 4 EPYC with VNNI",
+                "cpu_zen4",
+                """Inputs uniform in [-4, 4) float32, **lowest** of nine rounds (three for the reference). `float32` has
+quantisation inside the clock, `int8` outside. A ratio is SDPA's time in float32 divided by ours. PyTorch 2.14.1.""",
+            ),
+            ("Zen 5 EPYC with VNNI", "cpu_vnni", f"As above; {BEFORE_EXACT_SUMS}"),
             (
                 "EPYC with AVX2 only",
                 "cpu",
-                f" {BEFORE_EXACT_SUMS} Its two cores were shared with other work: ratios of a few per cent mean nothing.",
+                f"As above; {BEFORE_EXACT_SUMS} Its cores were shared with other work: ratios of a few per cent mean nothing.",
             ),
         )
     ),
@@ -1002,13 +1002,12 @@ reference). `float32` has quantisation inside the clock, `int8` outside. A ratio
 HEADER = """# Measured tables
 
 Written by `python benchmarks/performance_tables.py` from the result files named under each heading, which also have
-quartiles and the environment; do not edit. Aims and a summary: [performance](../performance.md). Why the numbers are
-what they are: [limits](limits.md). What was tried: [experiments](../../benchmarks/archive/experiments.md).
+quartiles and the environment; do not edit. Summary: [performance](../performance.md), reasons: [limits](limits.md).
 
-Unless a section says otherwise: one of four NVIDIA H200 (141 GB, HBM3e) of one host, kernels of commit a01eb12, torch
-2.11.0+cu130, Triton 3.6.0, driver 580.159; inputs uniform in [-4, 4) fp16. Tables beside other packages name their
-commit. What was measured on another host: [performance](../performance.md#aims-and-results). How it is timed:
-[benchmarking](../benchmarking.md). Runs of earlier states, among them an H100's of most tables, are in
+Unless a section says otherwise: microseconds of CUDA-graph replay, methods in alternation in one run
+([how](../benchmarking.md)), on one of four NVIDIA H200 (141 GB, HBM3e) of one host
+([others](../performance.md#aims-and-results)), kernels of commit a01eb12, torch 2.11.0+cu130, Triton 3.6.0, driver
+580.159; inputs uniform in [-4, 4) fp16. Runs of earlier states, among them an H100's of most tables, are in
 `benchmarks/archive/`.
 """
 
@@ -1017,8 +1016,9 @@ def tables_page() -> str:
     """Return docs/performance/tables.md."""
     parts = [HEADER]
     for section in SECTIONS:
-        links = ", ".join(map(linked, section.files))
-        parts.append(f"\n## {section.title}\n\n" + "\n".join(pages.wrap(f"{section.timing}: {links}.")) + "\n")
+        timing = "" if section.timing == REPLAY else f"{section.timing}: "
+        links = timing + ", ".join(map(linked, section.files))
+        parts.append(f"\n## {section.title}\n\n" + "\n".join(pages.wrap(f"{links}.")) + "\n")
         parts.append(f"\n{pages.flow(section.about)}\n\n" + "\n".join(section.table.markdown()) + "\n")
     return "".join(parts)
 

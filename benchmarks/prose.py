@@ -466,16 +466,15 @@ SAID = (
     Said(LIMITS, "7.5 cycles per warp: 5.0 µs for A2 at batch 64", DEFINED),
     Said(LIMITS, "its products 4.7 µs at 1000 TOPS", DEFINED),
     Said(
-        LIMITS, "Of 14.3 µs for", "bench_h200.json",
+        LIMITS, "of 14.3 µs for", "bench_h200.json",
         lambda: [_one("bench_h200", col.MEDIAN_US, workload="A2", batch=64, method=col.QFLASH_INT8)],
     ),
-    Said(LIMITS, "3.5 µs at the L2's rate", DEFINED),
     Said(
         LIMITS,
         "take 0.93 to 1.02 times their time without it, 0.97 on average, uniform inputs 0.99 to 1.03, 1.01 on average",
         "../archive/own_bound_h200.json", lambda: [*_own_bound(False), *_own_bound(True)],
     ),
-    Said(LIMITS, "of 168 µs. The rest", "shapes_h200.json", lambda: [_shape("64x12x577x64", col.QFLASH_INT8)]),
+    Said(LIMITS, "of 168 µs; the rest", "shapes_h200.json", lambda: [_shape("64x12x577x64", col.QFLASH_INT8)]),
     Said(
         LIMITS, "takes 1311 µs so, unpatched 1224", "../archive/kernels_in_models_h100.json",
         lambda: [_profiled(col.QFLASH), _profiled(col.TIMM)],

@@ -52,12 +52,15 @@ def rules() -> list[str]:
 
 def notes() -> list[str]:
     """What else bears on the claims that differ, and the reason, once for all that share it."""
-    said: dict[str, list[str]] = {}
+    said: dict[tuple[str, str], dict[str, list[str]]] = {}
     for claim in claims(found()):
-        text = " ".join(part for part in (claim.also, claim.why) if part)
-        if claim.mark == "differs" and text:
-            said.setdefault(text, []).append(claim.text)
-    return [line for text, names in said.items() for line in pages.wrap(f"* {'; '.join(names)}: {text}", "  ")]
+        if claim.mark == "differs" and (claim.also or claim.why):
+            said.setdefault((claim.why, "" if claim.why else claim.also), {}).setdefault(claim.also, []).append(claim.text)
+    items = (
+        " ".join([*(f"{'; '.join(names)}: {also}".strip() for also, names in group.items()), why]).strip()
+        for (why, _), group in said.items()
+    )
+    return [line for item in items for line in pages.wrap(f"* {item}", "  ")]
 
 
 def authors_latency() -> list[str]:

@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 import qflash
+from qflash.network.coverage import drawn_images
 from qflash_lab.evaluation.random_weights import randomise
 from survey_models import Store, bar, is_chosen, time_limit, without_initialisation, write_page
 
@@ -50,15 +51,6 @@ LONGEST = 1500
 CLASSES = 10
 
 
-def smooth_images(side: int) -> torch.Tensor:
-    """Return four images, uint8, without the noise that no photograph has."""
-    generator = torch.Generator().manual_seed(0)
-    coarse = torch.rand(4, 3, 6, 6, generator=generator)
-    fine = nn.functional.interpolate(coarse, (side, side), mode="bilinear", align_corners=True)
-    fine = fine + 0.05 * torch.randn(fine.shape, generator=generator)
-    return (255 * fine.clamp(0, 1)).round().to(torch.uint8)
-
-
 def quantised(make: Callable[[], nn.Module], side: int, outputs: Sequence[str] | None = None) -> dict[str, Any]:
     """Quantise a model; returns ``sqnr_db``, or ``refused`` and where, or ``error``, or why it was ``not_run``."""
     with warnings.catch_warnings():
@@ -66,7 +58,7 @@ def quantised(make: Callable[[], nn.Module], side: int, outputs: Sequence[str] |
         torch.manual_seed(0)
         model = make().eval()
         randomise(model)
-        images = smooth_images(side)
+        images = drawn_images((3, side, side))
         try:
             with torch.no_grad():
                 model(torch.zeros(2, 3, side, side))

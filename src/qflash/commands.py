@@ -23,6 +23,7 @@ from .integrations.hub import FloatModel, load_float_model
 from .integrations.images import ImageTransform, image_transform
 from .integrations.inspection import coverage as attention_coverage
 from .integrations.patching import patch
+from .network.checks import WARN_DB
 from .network.compare import compare
 from .network.coverage import network_coverage
 from .network.graph import IntegerNetwork
@@ -320,28 +321,42 @@ def _print_conversion(report: Row, console: Console) -> None:
         _say(console, line)
 
 
-def coverage(found: FloatModel, outputs: str | None, console: Console) -> Row:
+def coverage(found: FloatModel, outputs: str | None, console: Console, *, compute: bool = True) -> Row:
     """Say what of a model becomes integers; see :func:`.network.coverage.network_coverage`.
 
     Args:
         found: the model.
         outputs: names between commas.
         console: where to print.
+        compute: whether the integer network is made on drawn images, and compared with the model.
 
     Returns:
         What was printed, as JSON can hold it.
     """
     name = found.name
-    covered = network_coverage(found.model, found.transform.size, None if outputs is None else outputs.split(","))
+    transform = found.transform
+    covered = network_coverage(
+        found.model, transform.size, None if outputs is None else outputs.split(","),
+        statistics=(transform.mean, transform.std) if compute else None, progress=not console.quiet,
+    )  # fmt: skip
+    quality = covered.quality
     report: Row = {
-        "model": name, "image": list(found.transform.size), "integers": not covered.refusals, "nodes": covered.nodes,
+        "model": name, "image": list(transform.size), "integers": not covered.refusals, "nodes": covered.nodes,
         "outputs": {label: list(shape) for label, shape in covered.outputs.items()}, "refused": covered.reasons,
+        "captured_db": None if covered.captured_db is None else round(covered.captured_db, 1),
+        "sqnr_db": None if quality is None else round(quality.sqnr_db, 2),
     }  # fmt: skip
-    if covered.nodes:
+    if not covered.refusals:
         _show(console, f"{name}: all integers", [{"operator": kind, "nodes": count} for kind, count in covered.nodes.items()])
         for label, shape in covered.outputs.items():
             _say(console, f"output {label}: {'x'.join(map(str, shape))} an image")
-        _say(console, "`qflash convert` says how close they are to the float model")
+        if quality is None:
+            _say(console, "nothing was computed (--no-compute)")
+        else:
+            _say(console, f"captured operations, in floating point: {report['captured_db']} dB beside the model (equal)")
+            low = f", less than {WARN_DB:g} dB" if quality.sqnr_db < WARN_DB else ""
+            _say(console, f"integers, on {quality.images} drawn images: SQNR {report['sqnr_db']} dB{low}")
+        _say(console, "`qflash convert` says how close they are on your images")
         return report
     _say(console, f"{name} does not become an integer network:")
     for reason, count in covered.reasons.items():

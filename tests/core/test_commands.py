@@ -200,7 +200,11 @@ def test_coverage_of_what_becomes_integers(hub_folder: Path) -> None:
     report = json.loads(result.stdout)
     assert report["integers"] and report["nodes"]["Attention"] == 2 and report["refused"] == {}
     assert report["outputs"] == {"logits": [6], "hidden_states.1": [17, 32]}
-    assert "all integers" in runner.invoke(app, ["coverage", str(hub_folder)]).stdout
+    assert report["captured_db"] > 90 and report["sqnr_db"] > 20
+    shown = runner.invoke(app, ["coverage", str(hub_folder)]).stdout
+    assert "all integers" in shown and "on 4 drawn images: SQNR " in shown and "less than 20 dB" not in shown
+    shown = runner.invoke(app, ["coverage", str(hub_folder), "--no-compute"]).stdout
+    assert "all integers" in shown and "nothing was computed" in shown and "SQNR" not in shown
 
 
 def test_coverage_names_all_that_does_not(tmp_path: Path) -> None:

@@ -290,7 +290,8 @@ def test_documented_options_exist(parsed: dict[Command, dict[str, Any]]) -> None
     wrong = [(command, error) for command in to_parse() if (error := error_of(command, parsed))]
     assert not wrong
     # options without a command belong to a script that the page names, or to qflash-lab
-    ours = {option for command in commands_of_apps() for parameter in command.params for option in parameter.opts}
+    params = [parameter for command in commands_of_apps() for parameter in command.params]
+    ours = {option for parameter in params for option in (*parameter.opts, *parameter.secondary_opts)}
     for path in DOCUMENTS:
         page = path.relative_to(ROOT).as_posix()
         known = ours | {option for command, found in parsed.items() if command.page == page for option in found["options"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -65,7 +66,8 @@ def image_transform(source: Any, size: int | Sequence[int] | None = None) -> Ima
 
     Args:
         source: a model of timm, its ``pretrained_cfg``, or an image processor of transformers (``AutoImageProcessor``, what
-            holds one, as ``CLIPProcessor``, or its dictionary).
+            holds one, as ``CLIPProcessor``, or its dictionary). One that makes patches of images of any proportions (SigLIP 2
+            NaFlex) stands for one size: the largest square that its ``max_num_patches`` allow.
         size: pixels of each side, or (height, width), in place of the source's; how much is cropped stays in proportion.
 
     Raises:
@@ -121,6 +123,8 @@ def _processor_of(config: Mapping[str, Any]) -> Any:
 
 
 def _of_processor(processor: Any, size: tuple[int, int] | None) -> ImageTransform:
+    if "spatial_shapes" in processor.model_input_names:
+        return _of_patches(processor, size)
     options: dict[str, Any] = {"return_tensors": "pt"}
     if size is not None:
         options["size"] = {"height": size[0], "width": size[1]}
@@ -134,12 +138,7 @@ def _of_processor(processor: Any, size: tuple[int, int] | None) -> ImageTransfor
 
     probe = _probe()
     wanted, made = torch.as_tensor(processor(probe, **options)["pixel_values"][0]).float(), pixels(probe)
-    unit = 255.0 * (processor.rescale_factor if processor.do_rescale else 1.0)
-    channels = len(made)
-    means, deviations = (
-        [float(x) / unit for x in (getattr(processor, name) if processor.do_normalize else (plain,) * channels)]
-        for name, plain in (("image_mean", 0.0), ("image_std", 1.0))
-    )
+    means, deviations = _statistics(processor, len(made))
     mean, std = (torch.tensor(x, dtype=torch.float32, device="cpu").view(-1, 1, 1) for x in (means, deviations))
     # a processor that rescales before it resizes does not round to whole grey levels
     if wanted.shape != made.shape or bool((((made / 255 - mean) / std - wanted) * std).abs().max() > 1.5 / 255):
@@ -148,6 +147,33 @@ def _of_processor(processor: Any, size: tuple[int, int] | None) -> ImageTransfor
             "yourself to uint8 (channels, height, width), and pass mean and std"
         )
     return ImageTransform(pixels, made.shape, means, deviations)
+
+
+def _statistics(processor: Any, channels: int) -> tuple[list[float], list[float]]:
+    """Return the mean and the deviation of each channel, of pixels from 0 to 1, that a processor normalises by."""
+    unit = 255.0 * (processor.rescale_factor if processor.do_rescale else 1.0)
+    means, deviations = (
+        [float(x) / unit for x in (getattr(processor, name) if processor.do_normalize else (plain,) * channels)]
+        for name, plain in (("image_mean", 0.0), ("image_std", 1.0))
+    )
+    return means, deviations
+
+
+def _of_patches(processor: Any, size: tuple[int, int] | None) -> ImageTransform:
+    """Return what resizes images as a processor does that cuts them into patches."""
+    import numpy as np
+
+    patch = processor.patch_size
+    side = math.isqrt(processor.max_num_patches) * patch
+    height, width = size or (side, side)
+    if height % patch or width % patch:
+        raise ValueError(f"size must be of multiples of {patch}, the side of a patch, got {height} x {width}")
+
+    def pixels(image: Any) -> torch.Tensor:
+        resized = image.resize((width, height), processor.resample)
+        return torch.from_numpy(np.array(resized)).permute(2, 0, 1).contiguous()
+
+    return ImageTransform(pixels, (3, height, width), *_statistics(processor, 3))
 
 
 def _sides(size: Any) -> int:

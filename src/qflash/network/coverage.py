@@ -1,4 +1,4 @@
-"""What of a model becomes integers, and why the rest does not, without images: :func:`network_coverage`."""
+"""What of a model becomes integers, why the rest does not, and how close they are on drawn images: :func:`network_coverage`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,15 @@ from ..specification.recipe import DEFAULT
 from .capture import capture
 from .capture.operations import BATCH, UnsupportedError
 from .capture.unread import drop_unread_rows, split_layers
+from .checks import exact_floats
 from .outputs import OutputsOf
 from .patterns import Lowering
+from .quality import Quality, sqnr_db
+from .quantize import Preparation, quantize_model
 from .rotation import rotate_streams
+
+DRAWN = 4
+"""Images that a model is computed on."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +34,17 @@ class NetworkCoverage:
         nodes: how many of each operator the integer network has; none if the model is refused.
         outputs: shape of each output for one image, by name.
         refusals: why the model is refused: each operation without an integer form with the submodule and the line of source;
-            or the first that fits no pattern.
+            or the first that fits no pattern; or what went wrong when it was computed.
+        captured_db: SQNR in dB of the captured operations, computed in floating point, beside the model; of several outputs
+            the least. None if nothing was computed.
+        quality: of the integer network on the same drawn images, or None.
     """
 
     nodes: dict[str, int]
     outputs: dict[str, tuple[int, ...]]
     refusals: tuple[str, ...]
+    captured_db: float | None = None
+    quality: Quality | None = None
 
     @property
     def reasons(self) -> dict[str, int]:
@@ -45,19 +56,59 @@ class NetworkCoverage:
         return dict(found.values())
 
 
+def drawn_images(image: Sequence[int]) -> torch.Tensor:
+    """Return :data:`DRAWN` images, uint8 (images, channels, height, width), without the noise that no photograph has.
+
+    Args:
+        image: (channels, height, width).
+    """
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.rand(DRAWN, image[0], 6, 6, generator=generator, dtype=torch.float32, device="cpu")
+    fine = nn.functional.interpolate(coarse, tuple(image[1:]), mode="bilinear", align_corners=True)
+    fine = fine + 0.05 * torch.randn(fine.shape, generator=generator, dtype=torch.float32, device="cpu")
+    return (255 * fine.clamp(0, 1)).round().to(torch.uint8)
+
+
 def network_coverage(
-    model: nn.Module, image: Sequence[int], outputs: Sequence[str] | OutputsOf | None = None
-) -> NetworkCoverage:
-    """Say what of a model becomes integers. It is traced, and nothing is calibrated; how close the integers are needs images.
+    model: nn.Module, image: Sequence[int], outputs: Sequence[str] | OutputsOf | None = None, *,
+    statistics: tuple[Sequence[float], Sequence[float]] | None = None, progress: bool = False,
+) -> NetworkCoverage:  # fmt: skip
+    """Say what of a model becomes integers. It is traced and, if wanted, quantised on images that are drawn.
+
+    What is drawn shows that the integer network runs and computes the model. How close it is on photographs needs photographs.
 
     Args:
         model: as :func:`qflash.quantize_model` takes it.
         image: (channels, height, width).
         outputs: as for :func:`qflash.quantize_model`.
+        statistics: mean and standard deviation of each channel, with which the model is computed on drawn images; None computes
+            nothing.
+        progress: whether to show a bar while it computes.
 
     Raises:
         TypeError, ValueError: ``outputs`` is not what :func:`qflash.quantize_model` takes.
     """
+    found = _traced(model, image, outputs)
+    if statistics is None or found.refusals:
+        return found
+    images = drawn_images(image)
+    try:
+        network = quantize_model(model, [images], mean=statistics[0], std=statistics[1], outputs=outputs, progress=progress)
+        captured = network.lowering.captured
+        parameter = next(model.parameters())
+        exact = Preparation(*statistics, parameter.device)(images, parameter.dtype)
+        with torch.inference_mode(), exact_floats():
+            wanted, made = captured.pick(captured.select(model)(exact)), captured(exact)
+            captured_db = min(sqnr_db(wanted[name], made[name]) for name in wanted)
+    except Exception as error:  # whatever happens is what is asked for
+        kind = "" if isinstance(error, (ValueError, TypeError)) else f"{type(error).__name__}: "
+        reason = f"computed on {DRAWN} drawn images: {kind}{error}"
+        return dataclasses.replace(found, refusals=(reason,))
+    return dataclasses.replace(found, captured_db=captured_db, quality=network.quality)
+
+
+def _traced(model: nn.Module, image: Sequence[int], outputs: Sequence[str] | OutputsOf | None) -> NetworkCoverage:
+    """Return the same without computing anything."""
     parameter = next(model.parameters())
     images = torch.randn(BATCH, *image, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
     refusals: list[str] = []

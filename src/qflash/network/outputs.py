@@ -41,16 +41,43 @@ def _is_timm(model: nn.Module) -> bool:
     return all(callable(getattr(model, name, None)) for name in ("forward_features", "forward_head", "get_classifier"))
 
 
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    """Return a function's parameters by name; none of what is not written in Python."""
+    try:
+        return inspect.signature(function).parameters
+    except ValueError:
+        return {}
+
+
 def takes_mask(model: nn.Module, outputs: Sequence[str] | OutputsOf | None) -> bool:
     """Tell whether an attention mask can be given: to the model by its name, or to the function of outputs behind the ids."""
-    try:
-        taken = inspect.signature(outputs if callable(outputs) else model.forward).parameters
-    except ValueError:  # of what is not written in Python
-        return False
+    taken = _parameters(outputs if callable(outputs) else model.forward)
     if callable(outputs):
         by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         return sum(each.kind in by_place and each.default is each.empty for each in taken.values()) > 2
     return "attention_mask" in taken
+
+
+def takes_patches(model: nn.Module) -> bool:
+    """Tell whether a model of transformers takes patches of images of any proportions (SigLIP 2 NaFlex)."""
+    return {"pixel_values", "spatial_shapes"} <= _parameters(model.forward).keys()
+
+
+def _as_patches(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give a model that takes patches those of images; what it is given with their places stays."""
+    images = args[0] if args else options.get("pixel_values")
+    if len(args) > 1 or "spatial_shapes" in options or not isinstance(images, torch.Tensor) or images.dim() != 4:
+        return args, options
+    patch = getattr(model.config, "vision_config", model.config).patch_size
+    batch, channels, height, width = images.shape
+    if height % patch or width % patch:
+        raise ValueError(f"images must have sides that are multiples of {patch}, got {height} x {width}")
+    shape = height // patch, width // patch
+    patches = images.reshape(batch, channels, shape[0], patch, shape[1], patch).permute(0, 2, 4, 3, 5, 1)
+    # one size for all images, none of which is padded
+    places = torch.tensor([shape], dtype=torch.int64, device=images.device)
+    given = {"pixel_values": patches.flatten(3).flatten(1, 2), "pixel_attention_mask": None, "spatial_shapes": places}
+    return (), {**options, **given}
 
 
 def select_outputs(model: nn.Module, outputs: Sequence[str] | OutputsOf | None, padded: bool = False) -> nn.Module:
@@ -65,8 +92,9 @@ def select_outputs(model: nn.Module, outputs: Sequence[str] | OutputsOf | None, 
         TypeError: ``outputs`` is neither None, a function nor a list of names.
         ValueError: there are no names, or one is named twice.
     """
+    changed = padded or takes_patches(model)
     if outputs is None:
-        return Selected(model, None, padded) if padded else model
+        return Selected(model, None, padded) if changed else model
     if callable(outputs):
         return Selected(model, outputs, padded)
     if isinstance(outputs, str) or not all(isinstance(name, str) for name in outputs):
@@ -77,7 +105,7 @@ def select_outputs(model: nn.Module, outputs: Sequence[str] | OutputsOf | None, 
     modules = dict(model.named_modules())
     known = {*modules, TOKENS, FEATURES, *_FIELDS.values(), *([LOGITS] if _is_timm(model) else [])}
     inside = any(name in known or name.startswith(HIDDEN_STATES) for name in names)
-    return Selected(model, names, padded) if inside or padded else model
+    return Selected(model, names, padded) if inside or changed else model
 
 
 class Selected(nn.Module):
@@ -93,6 +121,8 @@ class Selected(nn.Module):
         self.padded = padded
         self.model, self.outputs = copy_of(model), outputs
         self.training = model.training
+        if takes_patches(model) and self.model is not model:
+            self.model.register_forward_pre_hook(_as_patches, with_kwargs=True)
 
     def forward(self, images: torch.Tensor) -> Any:
         """Return what the function does, or outputs by name.

@@ -104,6 +104,11 @@ class IntegerModel(_Integer):
         Raises:
             TypeError, ValueError: images or texts are of another type or size, or an option asks for something else.
         """
+        if "spatial_shapes" in options:
+            raise ValueError(
+                "the integer network takes images, not patches with spatial_shapes: prepare them with "
+                "qflash.image_transform(processor, size)"
+            )
         hidden = any(name.startswith(HIDDEN_STATES) for name in self.network.outputs)
         asked = [name for name in _asked(options) if not (name == "output_hidden_states" and hidden)]
         if asked:

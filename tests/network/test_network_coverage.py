@@ -1,0 +1,81 @@
+"""What ``qflash coverage`` finds by computing: networks that equal their models, and what does not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from qflash.network.coverage import drawn_images, network_coverage
+from small_networks import build
+
+STATISTICS = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
+
+
+def test_a_network_is_computed_beside_its_model() -> None:
+    model = build("vit", num_classes=10)
+    found = network_coverage(model, (3, 32, 32), statistics=STATISTICS)
+    assert found.refusals == () and found.nodes["Attention"] == 2 and found.outputs == {"output": (10,)}
+    assert found.captured_db is not None and found.captured_db > 90
+    assert found.quality is not None and found.quality.sqnr_db > 20
+    assert found.quality.images == len(drawn_images((3, 8, 8))) == 4
+    traced = network_coverage(model, (3, 32, 32))
+    assert traced == dataclasses.replace(found, captured_db=None, quality=None)
+
+
+class _Otherwise(nn.Module):
+    """Does something else where it is traced, or fails where it runs."""
+
+    def __init__(self, change: Callable[[torch.Tensor, bool], torch.Tensor]) -> None:
+        super().__init__()
+        self.model, self.change = build("vit", num_classes=10), change
+        self.eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.change(self.model(x), torch.compiler.is_compiling())
+
+
+def _fails(x: torch.Tensor, traced: bool) -> torch.Tensor:
+    if not traced:
+        raise RuntimeError("out of patience")
+    return x
+
+
+def _same(x: torch.Tensor, traced: bool) -> torch.Tensor:
+    return x if traced else x.mean(dim=0, keepdim=True).expand(x.shape)
+
+
+OTHERWISE: dict[str, tuple[Any, str]] = {
+    "twice as much": (lambda x, traced: x if traced else 2 * x, "computes something that conversion does not know"),
+    "a failure": (_fails, "^computed on 4 drawn images: RuntimeError: out of patience"),
+    "one output": (_same, "computes something|the same output"),
+    "NaN": (lambda x, traced: x if traced else x + torch.nan, "NaN or infinity in the output of the float network"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OTHERWISE)
+def test_what_computes_something_else_is_no_network(case: str) -> None:
+    change, message = OTHERWISE[case]
+    model = _Otherwise(change)
+    assert network_coverage(model, (3, 32, 32)).refusals == ()
+    (reason,) = network_coverage(model, (3, 32, 32), statistics=STATISTICS).refusals
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(reason)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the integer network")
+def test_integers_that_are_far_from_the_model_are_no_network() -> None:
+    """Channels of one layer that differ by far more than 8 bits hold leave little of a network."""
+    model = build("vit", num_classes=10)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.mlp.fc2.weight[::2] *= 3e4
+            block.mlp.fc2.weight[1::2] *= 1e-2
+    (reason,) = network_coverage(model, (3, 32, 32), statistics=STATISTICS).refusals
+    assert "less than min_sqnr=10" in reason and "Most is lost in blocks." in reason

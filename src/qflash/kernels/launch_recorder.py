@@ -38,7 +38,7 @@ class ScoreTile(NamedTuple):
 
 @functools.cache
 def _group_type(names: tuple[str, ...]) -> Any:
-    return collections.namedtuple("Group", names)  # type: ignore[misc]
+    return collections.namedtuple("Group", names)
 
 
 def group(**values: Any) -> Any:

@@ -60,7 +60,7 @@ def refusal(request: KernelRequest, tiles: Tiles) -> str | None:
         return "Triton's interpreter has no Gluon"
     if reason := misfit(request.shape, request.capability) or request.unquantisable:
         return reason
-    if call.mask_kind == "bool" or call.is_causal or call.has_token_keys:
+    if call.mask_kind not in ("none", "bias") or call.is_causal or call.has_token_keys:
         return "it takes a bias but no other mask, and one key scale a head"
     if tiles.family != WINDOWS:
         return f"the tiles are for {tiles.family}"

@@ -131,6 +131,9 @@ def run_by_address(launched: list[str]) -> Callable[[KernelLaunch], Callable[...
                 like = arguments[name]
                 if isinstance(like, torch.Tensor):
                     arguments[name] = there(x, like.shape, like.stride(), like.dtype)
+                elif isinstance(like, tuple) and isinstance(like[0], torch.Tensor):
+                    given = [there(at, y.shape, y.stride(), y.dtype) for y, at in zip(like, x, strict=True)]
+                    arguments[name] = type(like)(*given)
                 elif hasattr(like, "base"):
                     base = there(x.base.data_ptr(), x.shape, x.strides, like.base.dtype)
                     arguments[name] = dataclasses.replace(x, base=base)

@@ -1,4 +1,4 @@
-"""Functions on the host have few parameters."""
+"""Functions have few parameters: those on the host, and kernels."""
 
 from __future__ import annotations
 
@@ -54,3 +54,18 @@ def functions(path: pathlib.Path) -> Iterator[tuple[str, int]]:
 def test_functions_have_few_parameters(path: pathlib.Path) -> None:
     allowed = MORE.get(path.relative_to(ROOT).as_posix(), set())
     assert {name for name, count in functions(path) if count > MOST} - PUBLIC == allowed - PUBLIC
+
+
+MOST_OF_KERNELS = 25
+
+
+def test_kernels_have_few_parameters() -> None:
+    """Kernels and device functions: strides and the like are named tuples, constants are objects."""
+    counts = {
+        f"{path.relative_to(ROOT).as_posix()}:{node.name}": len(node.args.args)
+        for path in sorted((ROOT / "kernels").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(each) for each in node.decorator_list)
+    }
+    assert len(counts) > 200
+    assert {name: count for name, count in counts.items() if count > MOST_OF_KERNELS} == {}

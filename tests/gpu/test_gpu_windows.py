@@ -138,7 +138,8 @@ def test_int8_attention_has_the_reference_bits(case: int) -> None:
         arguments: tuple[Any, ...] = (q, scales[0], k, scales[1], v, scales[2], mask, False, 32**-0.5, out_scale)
         (call,) = attention_launches(int8_call(*arguments, out.dtype, DEFAULT), out, tiles=chosen)
         assert call.kernel.__name__ == "windows_kernel"
-        call.arguments["POLICY"] = eviction_policy(case)
+        plan = call.arguments["PLAN"]
+        call.arguments["PLAN"] = dataclasses.replace(plan, POLICY=eviction_policy(case))
         call.run()
         expected = reference.int8_attention(int8_call(*arguments, dtype, DEFAULT))
         assert same_bits(out, expected), (geometry, batch, chosen, draw, dtype, None if bias is None else bias.shape)
@@ -174,7 +175,8 @@ def test_fused_attention_has_the_reference_bits(case: int) -> None:
         attended = without_unseen(float_call(q, k, v, mask, False, 32**-0.5, recipe), execution.quantize_bias)
         (call,) = attention_launches(attended, out, tiles=chosen)
         assert call.kernel.__name__ == "windows_kernel"
-        call.arguments["POLICY"] = eviction_policy(case)
+        plan = call.arguments["PLAN"]
+        call.arguments["PLAN"] = dataclasses.replace(plan, POLICY=eviction_policy(case))
         call.run()
         expected = execution.attention(q, k, v, mask, False, 32**-0.5, recipe.key, "reference")
         assert same_bits(out, expected), (geometry, batch, chosen, recipe, dtype, draw, None if bias is None else bias.shape)

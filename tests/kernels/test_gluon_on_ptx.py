@@ -54,7 +54,8 @@ Load = Callable[..., ModuleType]
 
 def launch_twice(call: launch_recorder.KernelLaunch, target: str) -> None:
     """Run a launch both ways; the second must leave the same bytes as the first."""
-    parts = [part for _, _, part in ptx.Memory(call.arguments.values()).parts]
+    given = [value for _, value in launch_recorder.each_argument(call.arguments)]
+    parts = [part for _, _, part in ptx.Memory(given).parts]
     before = [part.copy() for part in parts]
     ptx.launch(call, target=target)
     after = [part.copy() for part in parts]

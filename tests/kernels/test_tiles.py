@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -25,7 +26,7 @@ from qflash.kernels import lengths, tiles, tuning_table
 from qflash.kernels.families import choose_tiles
 from qflash.kernels.gluon.sm90 import rules
 from qflash.kernels.gluon.windows import launch
-from qflash.kernels.launch_recorder import LaunchRecorder
+from qflash.kernels.launch_recorder import LaunchRecorder, each_argument
 from qflash.kernels.tiles import AttentionShape, Tiles
 from qflash.kernels.tuning_table import candidates
 from qflash.specification.attention_call import float_call, int8_call
@@ -520,7 +521,7 @@ def test_windows_with_the_same_bias_share_a_program(
     if period is not None:
         bias = torch.zeros(period, 3, 49, 49, dtype=torch.float16 if fused else torch.int32, device="meta")
     call = windows_call(count, bias=bias, fused=fused)
-    given = call.arguments
+    given = dict(each_argument(call.arguments)) | dataclasses.asdict(call.arguments["PLAN"])
     assert call.kernel.__name__ == "windows_kernel"
     assert (call.grid, call.options["num_warps"], given["groups"], given["SPLITS"]) == (grid, warps, groups, splits)
     assert (given["share"], given["longer"]) == shares
@@ -531,8 +532,8 @@ def test_windows_with_the_same_bias_share_a_program(
 def test_what_the_cache_does_not_hold_is_evicted_first() -> None:
     """Windows on int8 and from floats; rows that are walked over, from floats; not where heads share keys and values."""
     # 50 MiB of query, key, value and output in int8, then in float16
-    policies = [windows_call(windows).arguments["POLICY"] for windows in (2786, 2787)]
-    policies += [windows_call(windows, fused=True).arguments["POLICY"] for windows in (1393, 1394)]
+    policies = [windows_call(windows).arguments["PLAN"].POLICY for windows in (2786, 2787)]
+    policies += [windows_call(windows, fused=True).arguments["PLAN"].POLICY for windows in (1393, 1394)]
     assert policies == ["", "evict_first"] * 2
 
     def fused(tokens: int, key_heads: int) -> str:
@@ -554,7 +555,7 @@ def test_a_grid_of_columns_is_not_taller_than_grids_may_be(monkeypatch: pytest.M
     monkeypatch.setattr(kernels_device, "STAND_IN_PROCESSORS", 2)
     for windows, together in ((40000, True), (50000, False)):
         call = windows_call(windows, bias=torch.zeros(windows, 3, 49, 49, dtype=torch.int32, device="meta"))
-        assert call.arguments["TOGETHER"] == together
+        assert together == call.arguments["PLAN"].TOGETHER
         assert max(call.grid[1:]) <= 65535
 
 

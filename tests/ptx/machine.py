@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from qflash.kernels.launch_recorder import each_argument
 from qflash_lab.verify.compile import compile_call
 
 from .bits import LANES, SHARED, UNSIGNED, Bits, Step
@@ -276,16 +277,18 @@ def launch(
     kernel = _read(edit(compiled.asm["ptx"]))
     values: list[Any] = []
     for name, kind in compiled.src.signature.items():
-        if kind == "constexpr":
-            continue
         value = call.arguments[name]
-        if isinstance(value, TensorDescriptor):
-            values += [value, *value.shape, *value.strides]
-        else:
-            values.append(value.data_ptr() if isinstance(value, torch.Tensor) else int(value))
+        pairs = zip(value, kind, strict=True) if isinstance(kind, tuple) else ((value, kind),)
+        for x, of in pairs:
+            if of == "constexpr":
+                continue
+            if isinstance(x, TensorDescriptor):
+                values += [x, *x.shape, *x.strides]
+            else:
+                values.append(x.data_ptr() if isinstance(x, torch.Tensor) else int(x))
     # behind them two of the launcher's own
     parameters = dict(zip(kernel.parameters, [*values, 0, 0], strict=True))
-    memory = Memory(call.arguments.values())
+    memory = Memory(value for _, value in each_argument(call.arguments))
     grid = tuple(call.grid)
     with np.errstate(all="ignore"):
         for z in range(grid[2]):

@@ -23,6 +23,17 @@ MOST_BLOCKS = 65535
 """Most programs in the second and third dimension of a grid."""
 
 
+SCALE_POINTERS = ("qs_ptr", "ks_ptr", "vs_ptr", "os_ptr", "vo_ptr")
+"""Arguments that kernels take as one tuple (:func:`.launch_recorder.kernel_arguments`): scales, and offsets of outputs."""
+SCALE_STRIDES = (
+    "qs_stride_z", "qs_stride_h", "qs_stride_n", "ks_stride_z", "ks_stride_h", "vs_stride_z", "vs_stride_h", "vs_stride_d",
+    "os_stride_z", "os_stride_h", "os_stride_d", "vo_stride_z", "vo_stride_h", "vo_stride_d",
+)  # fmt: skip
+"""The same: their strides, where the keys of a head have one scale."""
+CONSTANT = ("constant_mantissa", "constant_exponent")
+"""The same: ``softmax_scale * log2(e)``."""
+
+
 @dataclasses.dataclass(frozen=True)
 class KernelRequest:
     """What a family of kernels is asked for.
@@ -325,6 +336,43 @@ class Places:
 
 
 @dataclasses.dataclass(frozen=True)
+class Epilogue:
+    """What is behind the products of a linear layer: constants of a kernel.
+
+    Attributes:
+        PLACES: where residual and output have the rows: "table" or "images", see :class:`Places`; "" in the order of x.
+        RESIDUAL: one is added.
+        ACTIVATION: its name, or "".
+        GATED: the first half of the outputs gate the second.
+    """
+
+    PLACES: str
+    RESIDUAL: bool
+    ACTIVATION: str
+    GATED: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearPlan:
+    """How a kernel divides a linear layer: its constants.
+
+    Attributes:
+        BLOCK_M, BLOCK_N, BLOCK_K: rows, outputs and inputs of a step.
+        WHOLE: the outputs (:mod:`.gluon.sm90.linear`), or the inputs (:mod:`.triton.network`), are a multiple of a block's.
+        GROUP, STAGES, DEPENDENT: of :mod:`.gluon.sm90.linear`: outputs whose columns change places, slots of its ring, and
+            :func:`.heuristics.dependent_launch`.
+    """
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    WHOLE: bool
+    GROUP: int = 0
+    STAGES: int = 0
+    DEPENDENT: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class LinearCall:
     """A linear layer of an integer network with everything fused behind it, and where its output goes.
 
@@ -373,10 +421,12 @@ class LinearCall:
             "residual_tokens": places.residual_tokens,
             "left": self.left,
             "activation_constant": made.shift,
-            "RESIDUAL": self.residual is not None,
-            "ACTIVATION": made.name,
-            "GATED": self.gated,
-            "PLACES": "" if self.places is None else "images" if places.table is None else "table",
+            "EPILOGUE": Epilogue(
+                PLACES="" if self.places is None else "images" if places.table is None else "table",
+                RESIDUAL=self.residual is not None,
+                ACTIVATION=made.name,
+                GATED=self.gated,
+            ),
         }
 
 

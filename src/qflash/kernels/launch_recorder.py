@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import collections
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
 from typing import Any, NamedTuple
 
@@ -34,13 +36,44 @@ class ScoreTile(NamedTuple):
     whole: bool
 
 
+@functools.cache
+def _group_type(names: tuple[str, ...]) -> Any:
+    return collections.namedtuple("Group", names)
+
+
+def group(**values: Any) -> Any:
+    """Return values, all tensors or all numbers, as one argument of a kernel: a named tuple.
+
+    Triton specialises each of the numbers by itself, whatever the kernel says of the tuple.
+    """
+    return _group_type(tuple(values))(*values.values())
+
+
+def kernel_arguments(kernel: Any, arguments: Mapping[str, Any], groups: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Return a kernel's arguments by name, some of them made by :func:`group`.
+
+    Args:
+        kernel: Triton's function.
+        arguments: those of the kernel and of its groups, and perhaps more.
+        groups: what the groups have, by the name of the kernel's argument.
+    """
+    made = {name: group(**{each: arguments[each] for each in names}) for name, names in groups.items()}
+    return {name: made[name] if name in made else arguments[name] for name in kernel.arg_names}
+
+
+def each_argument(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Return a launch's arguments by name, those of a :func:`group` one by one."""
+    for name, x in arguments.items():
+        yield from zip(x._fields, x, strict=True) if hasattr(x, "_fields") else ((name, x),)
+
+
 class KernelLaunch(NamedTuple):
     """One kernel launch: what :func:`.dispatch.launch_attention` runs and ``qflash-lab verify`` compiles.
 
     Attributes:
         kernel: Triton's function.
         grid: programs.
-        arguments: by name.
+        arguments: by name, see :func:`kernel_arguments`.
         options: Triton's own, for instance ``num_warps``.
         family: of attention kernels, for instance ``"sm90.resident"``; empty for any other kernel.
         scores: what an attention kernel computes at a time.
@@ -172,31 +205,43 @@ class LaunchRecorder(LightDispatchMode):
         begins: dict[int, int] = {}
         size, used = 0, set()
         steps: list[_Step] = []
+
+        def place_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+            """Return what a tensor's address is relative to, and the bytes between."""
+            nonlocal size
+            storage, address = tensor.untyped_storage(), tensor.data_ptr()
+            begin = storage.data_ptr()
+            if address in bases:
+                base, offset = bases[address], 0
+            elif begin not in self._allocated:
+                return None
+            elif begin == output:
+                base, offset = at_out, address - begin
+            else:
+                if begin not in begins:
+                    begins[begin], size = size, size + -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
+                base, offset = at_scratch, begins[begin] + address - begin
+            used.add(base)
+            return base, offset
+
         for launch in self.launches:
-            step = _Step(launch.launcher(), [launch.arguments[name] for name in launch.kernel.arg_names], [], [])
+            step = _Step(launch.launcher(), [launch.arguments[name] for name in launch.kernel.arg_names], [], [], [])
             for place, x in enumerate(step.arguments):
-                tensor = getattr(x, "base", x)
-                if not isinstance(tensor, torch.Tensor):
+                tensors_of = x if isinstance(x, tuple) else (getattr(x, "base", x),)
+                if not isinstance(tensors_of[0], torch.Tensor):
                     continue
-                storage, address = tensor.untyped_storage(), tensor.data_ptr()
-                begin = storage.data_ptr()
-                if address in bases:
-                    base, offset = bases[address], 0
-                elif begin not in self._allocated:
+                places = [place_of(tensor) for tensor in tensors_of]
+                found = [each for each in places if each is not None]
+                if len(found) < len(places):
                     return None
-                elif begin == output:
-                    base, offset = at_out, address - begin
-                else:
-                    if begin not in begins:
-                        begins[begin], size = size, size + -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
-                    base, offset = at_scratch, begins[begin] + address - begin
-                used.add(base)
                 # nothing is to stay in memory for a place that is filled anew
                 step.arguments[place] = None
-                if x is tensor:
-                    step.addresses.append((place, base, offset))
+                if isinstance(x, tuple):
+                    step.groups.append((place, found))
+                elif x is tensors_of[0]:
+                    step.addresses.append((place, *found[0]))
                 else:
-                    step.descriptions.append((place, _described(x, 0), base, offset))
+                    step.descriptions.append((place, _described(x, 0), *found[0]))
             steps.append(step)
         return _repetition(steps, sorted(used - {at_out, at_scratch}), len(tensors), size, out)
 
@@ -209,12 +254,14 @@ class _Step(NamedTuple):
         arguments: as they were, None where an address belongs.
         addresses: places of these, what each is relative to (a tensor's index), and the bytes between.
         descriptions: the same of matrices for the copy engine, with the description of each.
+        groups: the same of tuples of addresses.
     """
 
     launch: Callable[..., None]
     arguments: list[Any]
     addresses: list[tuple[int, int, int]]
     descriptions: list[tuple[int, Any, int, int]]
+    groups: list[tuple[int, list[tuple[int, int]]]]
 
 
 def _repetition(
@@ -241,12 +288,14 @@ def _repetition(
             scratch = empty(scratch_bytes, dtype=int8, device=device)
             at[count + 1] = scratch.data_ptr()
         with entered(device):
-            for launch, arguments, addresses, descriptions in steps:
+            for launch, arguments, addresses, descriptions, groups in steps:
                 arguments = arguments.copy()
                 for place, base, offset in addresses:
                     arguments[place] = at[base] + offset
                 for place, description, base, offset in descriptions:
                     arguments[place] = _described(description, at[base] + offset)
+                for place, group in groups:
+                    arguments[place] = tuple([at[base] + offset for base, offset in group])
                 launch(*arguments)
         return out
 

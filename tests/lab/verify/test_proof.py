@@ -211,7 +211,7 @@ def constants(signature: Any) -> Hashable:
     """Kernel, options and constants but strides and counts of heads and blocks."""
     name, options, *arguments = signature
     found = {x[0]: x[1] for x in arguments if x[0].isupper() and x[0] not in ("HEADS", "BLOCKS", "STRIDES")}
-    if "PLAN" in found:
+    if hasattr(found.get("PLAN"), "HEADS"):
         found["PLAN"] = dataclasses.replace(found["PLAN"], HEADS=0, BLOCKS=0)
     return name, options, frozenset(found.items())
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from qflash.kernels.launch_recorder import KernelLaunch
+from qflash.kernels.launch_recorder import KernelLaunch, each_argument
 from qflash.specification.attention_call import float_call, int8_call
 from qflash.specification.layers import ACTIVATIONS
 from qflash.specification.memory_format import empty_bias
@@ -376,7 +376,7 @@ def signature(call: KernelLaunch) -> Hashable:
     about: list[Hashable] = [call.kernel.__name__, tuple(sorted(call.options.items()))]
     # what the interpreter runs has no such parameters: it compiles nothing
     alike = {parameter.name for parameter in getattr(call.kernel, "params", ()) if parameter.do_not_specialize}
-    for name, x in call.arguments.items():
+    for name, x in each_argument(call.arguments):
         if isinstance(x, torch.Tensor):
             about.append((name, x.dtype, x.data_ptr() % 16 == 0))
         elif isinstance(x, float) and not name.isupper():

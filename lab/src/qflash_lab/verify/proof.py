@@ -33,7 +33,7 @@ import torch
 if TYPE_CHECKING:
     from rich.table import Table
 
-from qflash.kernels.launch_recorder import KernelLaunch
+from qflash.kernels.launch_recorder import KernelLaunch, each_argument
 
 from .cases import CASES, AnyCase, calls, distinct_cases, fits_pattern, kernel_call, may_fit_pattern
 from .compile import TARGETS, compile_call
@@ -176,7 +176,7 @@ def examine(call: KernelLaunch, name: str, target: str, dump: pathlib.Path | Non
         stages=compiled.metadata.num_stages,
         integer=not any(
             isinstance(x, torch.Tensor) and x.is_floating_point() and argument not in _SCALES
-            for argument, x in call.arguments.items()
+            for argument, x in each_argument(call.arguments)
         ),
         float_instructions=dict(floats.most_common()),
         constant_moves=sum(map(is_constant_move, instructions)),

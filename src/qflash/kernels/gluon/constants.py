@@ -1,4 +1,4 @@
-"""Constants that kernels of Hopper's attention are compiled for, some to a parameter (nothing of Gluon)."""
+"""Constants that attention kernels are compiled for, some to a parameter (nothing of Gluon)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class Recipe:
         VALUE_OFFSET: float outputs get an offset per channel; with QUANTIZE the values are centred.
         EXACT: the row sum is that of probabilities before rounding.
         OFFSET, MOST, MOST_BITS: of exponents: the offset t0; the largest multiplier and its bits.
+        MASK: what is added to scores: "none" or "bias".
     """
 
     QUANTIZE: bool
@@ -30,6 +31,7 @@ class Recipe:
     OFFSET: int
     MOST: int
     MOST_BITS: int
+    MASK: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +83,35 @@ class Ring:
 
 
 @dataclasses.dataclass(frozen=True)
+class WindowPlan:
+    """How programs of :mod:`.windows.attention` share windows, and how each does its part.
+
+    Attributes:
+        SPLITS: programs that share a window's queries.
+        SEVERAL: a program has several windows.
+        STAGED: it brings their bias to shared memory once.
+        TOGETHER: columns of the grid have pieces of work, ordered so that those with the same bias are neighbours.
+        DIVIDED: each of four warps loads a quarter of the values, or from floats of keys and values, and they exchange them.
+        ONE_SCALE: (int8) query, key, value and output have one scale each for the whole tensor.
+        ALIGNED: rows of the bias begin at multiples of four elements.
+        PLACES: (float) tokens of key and value are taken from the places at ``place_ptr`` (:mod:`.triton.unseen_tokens`).
+        POLICY: the L2 eviction policy of query, key, value and output, unless they are DIVIDED.
+        DEPENDENT: see :func:`..heuristics.dependent_launch`.
+    """
+
+    SPLITS: int
+    SEVERAL: bool
+    STAGED: bool
+    TOGETHER: bool
+    DIVIDED: bool
+    ONE_SCALE: bool
+    ALIGNED: bool
+    PLACES: bool
+    POLICY: str
+    DEPENDENT: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Strides:
     """Strides of tensors, in elements: z of batch elements, h of heads, n of tokens, d of channels.
 
@@ -88,6 +119,9 @@ class Strides:
         q, k, v, o: (z, h, n).
         qs, ks: of scales of queries and of keys, (z, h, n).
         vs, os, vo: of scales of values and outputs, and of offsets, (z, h, d).
+        mask: of a bias.
+
+    Kernels that are compiled for the strides of rows alone have (n,) of each tensor, and (m, n) of a bias.
     """
 
     q: tuple[int, ...]
@@ -99,11 +133,18 @@ class Strides:
     vs: tuple[int, ...] = ()
     os: tuple[int, ...] = ()
     vo: tuple[int, ...] = ()
+    mask: tuple[int, ...] = ()
 
 
 def recipe_of(arguments: Mapping[str, Any]) -> Recipe:
     """Return the constants of :class:`Recipe` among the arguments of a call; those that are not there are False."""
     return Recipe(**{field.name: arguments.get(field.name, False) for field in dataclasses.fields(Recipe)})
+
+
+def row_strides_of(arguments: Mapping[str, Any]) -> Strides:
+    """Return the strides of rows among a launch's arguments, those of a bias, too, if there is any."""
+    rows = {name: (arguments[f"{name}_stride_n"],) for name in "qkvo"}
+    return Strides(**rows, mask=tuple(arguments.get(f"mask_stride_{axis}", 0) for axis in "mn"))
 
 
 def strides_of(arguments: Mapping[str, Any], scales: bool) -> Strides:

@@ -26,6 +26,7 @@ from ..launch_recorder import KernelLaunch, ScoreTile
 from ..tiles import PORTABLE, SHORT_ROW, SM90_RESIDENT, AttentionShape, Tiles, is_short, most_queries, packed_width
 from .attention_resident import short_kernel
 from .attention_streaming import long_kernel, pack_value_kernel
+from .constants import RESIDENT_GROUPS, STREAMING_GROUPS, attention_arguments
 from .rules import split_resident, streaming_plan
 
 _PACKED_KEYS = 256
@@ -70,13 +71,13 @@ def resident_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch
     tiles = split_resident(_own(tiles, call)._replace(family=PORTABLE), request.work, narrow)
     constants = row_arguments(request, tiles)
     scores = ScoreTile(tiles.block_m, tiles.block_n * constants["TILES"], whole=True)
-    return [
-        KernelLaunch(
-            short_kernel, (tiles.splits, call.heads, part.batch), part.arguments | constants | place_arguments(request, part),
-            launch_options(tiles), "triton.resident", scores,
-        )
-        for part in parts(request)
-    ]  # fmt: skip
+    launches = []
+    for part in parts(request):
+        arguments = part.arguments | constants | place_arguments(request, part)
+        arguments = attention_arguments(short_kernel, arguments, RESIDENT_GROUPS)
+        grid = (tiles.splits, call.heads, part.batch)
+        launches.append(KernelLaunch(short_kernel, grid, arguments, launch_options(tiles), "triton.resident", scores))
+    return launches
 
 
 def streaming_refusal(request: KernelRequest, tiles: Tiles) -> str | None:
@@ -109,6 +110,7 @@ def streaming_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunc
     for part in parts(request):
         given = (call.query, 0) if sums is None else (part.of(sums), sums.shape[2])
         arguments = part.arguments | dict(zip(("sums_ptr", "parts"), given, strict=True)) | constants
+        arguments = attention_arguments(long_kernel, arguments, STREAMING_GROUPS)
         grid = (blocks, call.heads, part.batch)
         launches.append(KernelLaunch(long_kernel, grid, arguments, launch_options(tiles), "triton.streaming", scores))
     return launches
@@ -232,7 +234,6 @@ def varlen_launches(call: VarlenCall, out: torch.Tensor, guard: bool) -> list[Ke
     for start in range(0, lengths.sequences, MOST_BLOCKS):
         pointers = {name: arguments[name][start:] for name in of_sequences}
         grid = (blocks, one.heads, min(MOST_BLOCKS, lengths.sequences - start))
-        launches.append(
-            KernelLaunch(long_kernel, grid, arguments | pointers, launch_options(tiles), "triton.streaming", scores)
-        )
+        given = attention_arguments(long_kernel, arguments | pointers, STREAMING_GROUPS)
+        launches.append(KernelLaunch(long_kernel, grid, given, launch_options(tiles), "triton.streaming", scores))
     return launches

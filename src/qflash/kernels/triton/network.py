@@ -24,7 +24,7 @@ from ..common.fixed_point import multiply_round
 from ..common.network_ops import activate, normalise, places_of, row_factors, saturate
 from ..device import processors_of
 from ..heuristics import dependent_launch
-from ..launch_arguments import LinearCall, image_divisor
+from ..launch_arguments import LinearCall, LinearPlan, image_divisor
 from ..launch_recorder import KernelLaunch
 
 
@@ -44,27 +44,24 @@ def int8_linear_kernel(
     x_ptr, weight_ptr, bias_ptr, multiplier_ptr, residual_ptr, activation_multiplier_ptr, activation_offset_ptr, o_ptr,
     places_ptr,
     rows, inputs, outputs, tokens, image_inverse, image_bits, out_tokens, first, residual_tokens, left, activation_constant,
-    PLACES: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, WHOLE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GUARD: tl.constexpr,
+    EPILOGUE: tl.constexpr, PLAN: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows by BLOCK_N outputs of a linear layer.
 
     x is int8 or int16 (rows, inputs), the weights int8 (outputs, inputs), residual int16 and output (rows, outputs), all
-    contiguous.
-    PLACES: where these two have the rows, see :func:`places_of`; "" where x has them. WHOLE: the inputs are a multiple of
-    BLOCK_K.
+    contiguous. EPILOGUE and PLAN are of :mod:`..launch_arguments`.
     """
-    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
+    m = tl.program_id(0).to(tl.int64) * PLAN.BLOCK_M + tl.arange(0, PLAN.BLOCK_M)
+    n = tl.program_id(1) * PLAN.BLOCK_N + tl.arange(0, PLAN.BLOCK_N)
+    k = tl.arange(0, PLAN.BLOCK_K)
     here, inside = m < rows, n < outputs
     x_ptrs = x_ptr + m[:, None] * inputs + k[None, :]
     weight_ptrs = weight_ptr + n[None, :].to(tl.int64) * inputs + k[:, None]
-    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+    sums = tl.zeros((PLAN.BLOCK_M, PLAN.BLOCK_N), tl.int32)
     WIDE: tl.constexpr = x_ptr.dtype.element_ty == tl.int16
-    low = tl.zeros((BLOCK_M if WIDE else 1, BLOCK_N), tl.int32)
-    for start in range(0, inputs, BLOCK_K):
-        if WHOLE:
+    low = tl.zeros((PLAN.BLOCK_M if WIDE else 1, PLAN.BLOCK_N), tl.int32)
+    for start in range(0, inputs, PLAN.BLOCK_K):
+        if PLAN.WHOLE:
             x = tl.load(x_ptrs, mask=here[:, None], other=0)
             weight = tl.load(weight_ptrs, mask=inside[None, :], other=0)
         else:
@@ -77,27 +74,28 @@ def int8_linear_kernel(
             sums = tl.dot((x >> 8).to(tl.int8), weight, sums, out_dtype=tl.int32)
         else:
             sums = tl.dot(x, weight, sums, out_dtype=tl.int32)
-        x_ptrs += BLOCK_K
-        weight_ptrs += BLOCK_K
+        x_ptrs += PLAN.BLOCK_K
+        weight_ptrs += PLAN.BLOCK_K
     if WIDE:
         sums = (sums << 8) + low
     bias = tl.load(bias_ptr + n, mask=inside, other=0)
     multiplier = tl.load(multiplier_ptr + n, mask=inside, other=0)
     y = multiply_round((sums << left) + bias[None, :], multiplier[None, :], GUARD)
-    if PLACES != "":
+    if EPILOGUE.PLACES != "":
         to, beside, here = places_of(
-            m, rows, places_ptr, tokens, image_inverse, image_bits, out_tokens, first, residual_tokens, PLACES == "table"
-        )
+            m, rows, places_ptr, tokens, image_inverse, image_bits, out_tokens, first, residual_tokens,
+            EPILOGUE.PLACES == "table",
+        )  # fmt: skip
     else:
         to, beside = m, m
     there = here[:, None] & inside[None, :]
     at = to[:, None] * outputs + n[None, :]
-    if RESIDUAL:
+    if EPILOGUE.RESIDUAL:
         y += tl.load(residual_ptr + beside[:, None] * outputs + n[None, :], mask=there, other=0).to(tl.int32)
-    if ACTIVATION != "":
+    if EPILOGUE.ACTIVATION != "":
         activation_multiplier = tl.load(activation_multiplier_ptr + n, mask=inside, other=0)
         activation_offset = tl.load(activation_offset_ptr + n, mask=inside, other=0)
-        y = activate(y, ACTIVATION) * activation_multiplier[None, :] + activation_offset[None, :]
+        y = activate(y, EPILOGUE.ACTIVATION) * activation_multiplier[None, :] + activation_offset[None, :]
         out = saturate(y >> activation_constant, tl.int8, GUARD)
     else:
         out = saturate(y, o_ptr.dtype.element_ty, GUARD)
@@ -279,10 +277,7 @@ def linear_launch(call: LinearCall) -> KernelLaunch:
         "x_ptr": call.x,
         "weight_ptr": call.weight,
         "inputs": inputs,
-        "WHOLE": inputs % block_k == 0,
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "BLOCK_K": block_k,
+        "PLAN": LinearPlan(block_m, block_n, block_k, inputs % block_k == 0),
         "GUARD": call.x.device.type == "cpu",
     }
     arguments = {name: arguments[name] for name in int8_linear_kernel.arg_names}

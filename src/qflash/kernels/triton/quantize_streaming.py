@@ -15,7 +15,8 @@ scale needs those of all chunks. Where a program has a whole head of a packed se
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -40,7 +41,7 @@ from ..common.quantize_ops import (
 )
 from ..common.tile_ops import interleave, inverse_key_order, packed_sequence, packed_start, row_of_channel
 from ..launch_arguments import broadcast_strides, needs_wide_offsets
-from ..launch_recorder import launch_kernel
+from ..launch_recorder import group, launch_kernel
 from ..tiles import packed_width
 
 _MOST_BATCH = 65535 // 3
@@ -50,6 +51,45 @@ _CHUNK = 256
 """Tokens that a program quantises, at least."""
 _SHORT = 1024
 """Most tokens of a head whose ranges one program finds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """Where tokens are: constants of both kernels.
+
+    Attributes:
+        VARLEN: in packed sequences.
+        CAUSAL: keys that no query sees are left out.
+        PLACES: those of keys and values at places (:mod:`.triton.unseen_tokens`).
+        UNIT: strides and channels are multiples of so many.
+        WIDE_OFFSETS: tensors reach further than 32-bit offsets.
+    """
+
+    VARLEN: bool
+    CAUSAL: bool
+    PLACES: bool
+    UNIT: int
+    WIDE_OFFSETS: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What is written: constants of :func:`long_quantize_kernel`.
+
+    Attributes:
+        WIDTH: channels of V, padded.
+        KINDS: tensors, 2 or 3.
+        RANGES: the most ranges of a head, or 0.
+        CENTER, CENTER_VALUE: keys, values are centred.
+        PERMUTED: V is in the orders of :func:`.triton.attention_streaming.pack_value_kernel`.
+    """
+
+    WIDTH: int
+    KINDS: int
+    RANGES: int
+    CENTER: bool
+    CENTER_VALUE: bool
+    PERMUTED: bool
 
 
 @triton.jit
@@ -79,7 +119,6 @@ def _head_places(ptr, z, h, stride_z, stride_h, period):
     return ptr + z % period * stride_z + h * stride_h
 
 
-# These are compiled once for all lengths: Triton would otherwise specialise them on multiples of 16.
 @triton.jit
 def _seen_keys(cu_q_ptr, cu_k_ptr, z, CAUSAL: tl.constexpr):
     """(first key, number of keys that a query sees) of packed sequence ``z``: :mod:`qflash.unseen_tokens`."""
@@ -110,35 +149,39 @@ def _range(
     return lowest(low.to(tl.float32), 0, GUARD), highest(high.to(tl.float32), 0, GUARD)
 
 
+# This and the next are compiled once for all lengths: Triton would otherwise specialise them on multiples of 16.
 @triton.jit(do_not_specialize=("tokens",))
 def long_range_kernel(
-    k_ptr, v_ptr, low_ptr, high_ptr, cu_q_ptr, cu_k_ptr, place_ptr, place_stride_z, place_stride_h, period,
-    k_stride_z, k_stride_h, k_stride_n, k_stride_d, v_stride_z, v_stride_h, v_stride_n, v_stride_d, tokens, channels,
-    value_channels, chunk, VARLEN: tl.constexpr, CAUSAL: tl.constexpr, PLACES: tl.constexpr,
-    UNIT: tl.constexpr, WIDE_OFFSETS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+    k_ptr, v_ptr, low_ptr, high_ptr, cu_q_ptr, cu_k_ptr, place_ptr, strides, tokens, channels, value_channels, chunk,
+    PACKING: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Write the minimum and maximum of every channel over a chunk of a head's keys (program z even) or values (z odd).
 
-    With VARLEN z is a packed sequence, as in :func:`long_quantize_kernel`.
+    With VARLEN z is a packed sequence, as in :func:`long_quantize_kernel`. PACKING is a :class:`Packing`.
     """
     part, h, z = tl.program_id(0), tl.program_id(1), (tl.program_id(2) // 2).to(tl.int64)
     is_value = tl.program_id(2) % 2
     begin = part * chunk
-    base, stride_n = _place(k_ptr, z, h, k_stride_z, k_stride_h, k_stride_n, UNIT, WIDE_OFFSETS)
-    stride_d = k_stride_d
+    base, stride_n = _place(
+        k_ptr, z, h, strides.k_stride_z, strides.k_stride_h, strides.k_stride_n, PACKING.UNIT, PACKING.WIDE_OFFSETS
+    )
+    stride_d = strides.k_stride_d
     if is_value == 1:
-        base, stride_n = _place(v_ptr, z, h, v_stride_z, v_stride_h, v_stride_n, UNIT, WIDE_OFFSETS)
-        stride_d = v_stride_d
+        base, stride_n = _place(
+            v_ptr, z, h, strides.v_stride_z, strides.v_stride_h, strides.v_stride_n, PACKING.UNIT, PACKING.WIDE_OFFSETS
+        )
+        stride_d = strides.v_stride_d
         channels = value_channels
-    if VARLEN:
-        first, tokens = _seen_keys(cu_q_ptr, cu_k_ptr, z, CAUSAL)
+    if PACKING.VARLEN:
+        first, tokens = _seen_keys(cu_q_ptr, cu_k_ptr, z, PACKING.CAUSAL)
         base += first * stride_n
-    channels = channels // UNIT * UNIT
+    channels = channels // PACKING.UNIT * PACKING.UNIT
     # of a chunk past the end the last token's range is written, which changes none
     if tokens > 0:
+        places = _head_places(place_ptr, z, h, strides.place_stride_z, strides.place_stride_h, strides.period)
         low, high = _range(
-            base, stride_n, stride_d, _head_places(place_ptr, z, h, place_stride_z, place_stride_h, period), begin,
-            tl.minimum(begin + chunk, tokens), channels, PLACES, BLOCK_N, BLOCK_D, GUARD,
+            base, stride_n, stride_d, places, begin, tl.minimum(begin + chunk, tokens), channels, PACKING.PLACES, BLOCK_N,
+            BLOCK_D, GUARD,
         )  # fmt: skip
         out = (((2 * z + is_value) * tl.num_programs(1) + h) * tl.num_programs(0) + part) * BLOCK_D + tl.arange(0, BLOCK_D)
         tl.store(low_ptr + out, low)
@@ -296,51 +339,45 @@ def _store_values(packed, four, rows, start, padded, row_stride, d, width, BLOCK
 @triton.jit
 def _values(
     base, stride_n, stride_d, place, packed, row_stride, scale_ptr, offset_ptr, sums_ptr, low_ptr, high_ptr, row, ranges, begin,
-    end, tokens, padded, channels, PLACES: tl.constexpr, WIDTH: tl.constexpr, RANGES: tl.constexpr, CENTER: tl.constexpr,
-    PERMUTED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+    end, tokens, padded, channels, PLACES: tl.constexpr, FORM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    GUARD: tl.constexpr,
 ):  # fmt: skip
     """Write values ``begin`` to ``end`` of a head, with zeros up to WIDTH and ``padded``, their scales and sums."""
     d = tl.arange(0, BLOCK_D)
     # four tiles are interleaved in registers, so that four neighbouring keys of a channel are stored as one word
     n = begin + 4 * tl.arange(0, BLOCK_N // 4)
-    FAR: tl.constexpr = 8 if PERMUTED else 2
-    if PERMUTED:
+    FAR: tl.constexpr = 8 if FORM.PERMUTED else 2
+    if FORM.PERMUTED:
         n = inverse_key_order(n)
     v0, v1, v2, v3 = _load_values(base, stride_n, stride_d, place, n, tokens, d, channels, PLACES, FAR)
     low, high = _whole_range(
-        low_ptr, high_ptr, row, ranges, base, stride_n, stride_d, tokens, channels, RANGES, BLOCK_N, BLOCK_D, GUARD
+        low_ptr, high_ptr, row, ranges, base, stride_n, stride_d, tokens, channels, FORM.RANGES, BLOCK_N, BLOCK_D, GUARD
     )
-    middle, scale = _value_scale(low, high, d, channels, CENTER, BLOCK_D)
+    middle, scale = _value_scale(low, high, d, channels, FORM.CENTER_VALUE, BLOCK_D)
     first = (d[None, :] < channels) & (begin + tl.zeros((1, 1), tl.int32) == 0)
     tl.store(scale_ptr + d[None, :], scale, mask=first)
     inverse = inverse_scale(scale, GUARD)
     zero = 0.0
-    if CENTER:
+    if FORM.CENTER_VALUE:
         zero = zero_point(middle, inverse, GUARD)
         tl.store(offset_ptr + d[None, :], zero * scale, mask=first)
     sums = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.int32)
-    rows = row_of_channel(d, WIDTH) if PERMUTED else d
+    rows = row_of_channel(d, FORM.WIDTH) if FORM.PERMUTED else d
     for start in range(begin, end, BLOCK_N):
-        four = _four_int8((v0, v1, v2, v3), n, tokens, inverse, zero, FAR, CENTER, GUARD)
+        four = _four_int8((v0, v1, v2, v3), n, tokens, inverse, zero, FAR, FORM.CENTER_VALUE, GUARD)
         n += BLOCK_N
         v0, v1, v2, v3 = _load_values(
             base, stride_n, stride_d, place, n, tl.minimum(tokens, end), d, channels, PLACES, FAR
         )  # fmt: skip
-        sums += _store_values(packed, four, rows, start, padded, row_stride, d, WIDTH, BLOCK_N, BLOCK_D)
-    tl.store(sums_ptr + d, tl.sum(sums, 0), mask=d < WIDTH)
+        sums += _store_values(packed, four, rows, start, padded, row_stride, d, FORM.WIDTH, BLOCK_N, BLOCK_D)
+    tl.store(sums_ptr + d, tl.sum(sums, 0), mask=d < FORM.WIDTH)
 
 
 @triton.jit(do_not_specialize=("queries", "tokens"))
 def long_quantize_kernel(
     q_ptr, k_ptr, v_ptr, low_ptr, high_ptr, query_ptr, query_scale_ptr, key_ptr, key_scale_ptr, packed_ptr, value_scale_ptr,
-    value_offset_ptr, sums_ptr, cu_q_ptr, cu_k_ptr, place_ptr, place_stride_z, place_stride_h, period,
-    q_stride_z, q_stride_h, q_stride_n, q_stride_d, k_stride_z, k_stride_h,
-    k_stride_n, k_stride_d, v_stride_z, v_stride_h, v_stride_n, v_stride_d, queries, tokens, padded, channels, key_stride_n,
-    value_channels, key_heads, ranges, parts, chunk, WIDTH: tl.constexpr, KINDS: tl.constexpr, RANGES: tl.constexpr,
-    CENTER: tl.constexpr, CENTER_VALUE: tl.constexpr, PERMUTED: tl.constexpr, VARLEN: tl.constexpr, CAUSAL: tl.constexpr,
-    PLACES: tl.constexpr, UNIT: tl.constexpr, WIDE_OFFSETS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    GUARD: tl.constexpr,
+    value_offset_ptr, sums_ptr, cu_q_ptr, cu_k_ptr, place_ptr, strides, queries, tokens, sizes, PACKING: tl.constexpr,
+    FORM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     """Quantise a chunk of a head's keys (a scale per head), values (a scale per channel) or queries (a scale per token).
 
@@ -352,61 +389,72 @@ def long_quantize_kernel(
     With VARLEN z is a sequence of packed tensors, of which cumulative lengths are at ``cu_q_ptr`` and ``cu_k_ptr``: scales and
     sums are those of sequences, and all else is that of one batch element with ``queries``, ``tokens`` and ``padded`` in all.
     Its values begin at :func:`.common.tile_ops.packed_start`. With CAUSAL keys that no query sees are left out.
+
+    PACKING is a :class:`Packing`, FORM a :class:`Form`.
     """
     # from the last chunk to the first: the last ones are still in the cache from the search for ranges
     part, h = tl.num_programs(0) - 1 - tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     last = tl.num_programs(2) - 1 - tl.program_id(2)
-    z, kind = (last // KINDS).to(tl.int64), last % KINDS
+    z, kind = (last // FORM.KINDS).to(tl.int64), last % FORM.KINDS
+    channels = sizes.channels // PACKING.UNIT * PACKING.UNIT
+    value_channels = sizes.value_channels // PACKING.UNIT * PACKING.UNIT
+    padded, chunk = sizes.padded, sizes.chunk
     begin = part * chunk
-    channels, value_channels = channels // UNIT * UNIT, value_channels // UNIT * UNIT
     if kind == 2:
-        base, stride_n = _place(q_ptr, z, h, q_stride_z, q_stride_h, q_stride_n, UNIT, WIDE_OFFSETS)
+        base, stride_n = _place(
+            q_ptr, z, h, strides.q_stride_z, strides.q_stride_h, strides.q_stride_n, PACKING.UNIT, PACKING.WIDE_OFFSETS
+        )
         place = (z * tl.num_programs(1) + h) * queries
-        if VARLEN:
+        if PACKING.VARLEN:
             first, count = packed_sequence(cu_q_ptr, z)
             base += first * stride_n
             # a head has all sequences' queries
             place = h * tl.cast(queries, tl.int64) + first
             queries = count
         _queries(
-            base, stride_n, q_stride_d, query_ptr + place * channels,
+            base, stride_n, strides.q_stride_d, query_ptr + place * channels,
             query_scale_ptr + place, begin, tl.minimum(queries, begin + chunk), channels, BLOCK_N, BLOCK_D, GUARD,
         )  # fmt: skip
-    elif h < key_heads and part < parts:
-        head = z * key_heads + h
-        row = (2 * z + kind) * key_heads + h
-        place, packed, row_stride = head * tokens, packed_ptr + head * WIDTH * padded, padded
-        places = _head_places(place_ptr, z, h, place_stride_z, place_stride_h, period)
+    elif h < sizes.key_heads and part < sizes.parts:
+        head = z * sizes.key_heads + h
+        row = (2 * z + kind) * sizes.key_heads + h
+        place, packed, row_stride = head * tokens, packed_ptr + head * FORM.WIDTH * padded, padded
+        places = _head_places(place_ptr, z, h, strides.place_stride_z, strides.place_stride_h, strides.period)
         first, inside, empty = 0, True, False
-        if VARLEN:
-            first, count = _seen_keys(cu_q_ptr, cu_k_ptr, z, CAUSAL)
+        if PACKING.VARLEN:
+            first, count = _seen_keys(cu_q_ptr, cu_k_ptr, z, PACKING.CAUSAL)
             inside, empty = begin < count, count == 0
             place = h * tl.cast(tokens, tl.int64) + first
-            packed = packed_ptr + h * tl.cast(padded, tl.int64) * WIDTH + packed_start(first, z)
+            packed = packed_ptr + h * tl.cast(padded, tl.int64) * FORM.WIDTH + packed_start(first, z)
             tokens, padded = count, tl.cdiv(count, 128) * 128
         if kind == 0:
-            base, stride_n = _place(k_ptr, z, h, k_stride_z, k_stride_h, k_stride_n, UNIT, WIDE_OFFSETS)
+            base, stride_n = _place(
+                k_ptr, z, h, strides.k_stride_z, strides.k_stride_h, strides.k_stride_n, PACKING.UNIT, PACKING.WIDE_OFFSETS
+            )
             if inside:
                 _keys(
-                    base + first * stride_n, stride_n, k_stride_d, places, key_ptr + place * key_stride_n,
-                    key_stride_n, key_scale_ptr + head, low_ptr, high_ptr, row, ranges, begin,
-                    tl.minimum(tokens, begin + chunk), tokens, channels, PLACES, RANGES, CENTER, BLOCK_N, BLOCK_D, GUARD,
+                    base + first * stride_n, stride_n, strides.k_stride_d, places, key_ptr + place * sizes.key_stride_n,
+                    sizes.key_stride_n, key_scale_ptr + head, low_ptr, high_ptr, row, sizes.ranges, begin,
+                    tl.minimum(tokens, begin + chunk), tokens, channels, PACKING.PLACES, FORM.RANGES, FORM.CENTER, BLOCK_N,
+                    BLOCK_D, GUARD,
                 )  # fmt: skip
         else:
-            base, stride_n = _place(v_ptr, z, h, v_stride_z, v_stride_h, v_stride_n, UNIT, WIDE_OFFSETS)
+            base, stride_n = _place(
+                v_ptr, z, h, strides.v_stride_z, strides.v_stride_h, strides.v_stride_n, PACKING.UNIT, PACKING.WIDE_OFFSETS
+            )
             scales, offsets = value_scale_ptr + head * value_channels, value_offset_ptr + head * value_channels
-            sums = sums_ptr + (head * parts + part) * WIDTH
+            sums = sums_ptr + (head * sizes.parts + part) * FORM.WIDTH
             if empty:
                 d = tl.arange(0, BLOCK_D)
                 tl.store(scales + d, 1.0, mask=d < value_channels)
-                tl.store(sums + d, 0, mask=d < WIDTH)
-                if CENTER_VALUE:
+                tl.store(sums + d, 0, mask=d < FORM.WIDTH)
+                if FORM.CENTER_VALUE:
                     tl.store(offsets + d, 0.0, mask=d < value_channels)
             else:
                 _values(
-                    base + first * stride_n, stride_n, v_stride_d, places, packed, row_stride, scales, offsets, sums, low_ptr,
-                    high_ptr, row, ranges, begin, tl.minimum(padded, begin + chunk), tokens, padded, value_channels, PLACES,
-                    WIDTH, RANGES, CENTER_VALUE, PERMUTED, BLOCK_N, BLOCK_D, GUARD,
+                    base + first * stride_n, stride_n, strides.v_stride_d, places, packed, row_stride, scales, offsets, sums,
+                    low_ptr, high_ptr, row, sizes.ranges, begin, tl.minimum(padded, begin + chunk), tokens, padded,
+                    value_channels, PACKING.PLACES, FORM, BLOCK_N, BLOCK_D, GUARD,
                 )  # fmt: skip
 
 
@@ -511,9 +559,14 @@ def launch_quantize_long(
         """Return an empty tensor on the device of the keys."""
         return torch.empty(shape, dtype=dtype, device=key.device)
 
-    def strides(x: torch.Tensor) -> tuple[int, ...]:
+    def strides(**tensors: torch.Tensor) -> Any:
         """Return strides; sequences have the same memory as the one batch element that they make up."""
-        return x.stride() if lengths is None else (0, *x.stride()[1:])
+        found = {
+            f"{name}_stride_{axis}": 0 if axis == "z" and lengths is not None else stride
+            for name, x in tensors.items()
+            for axis, stride in zip("zhnd", x.stride(), strict=True)
+        }
+        return group(**place_strides, **found)
 
     elements = key.shape[0]
     packed = new(elements, key_heads, width, padded, dtype=torch.int8)
@@ -527,10 +580,10 @@ def launch_quantize_long(
         new(batch, key_heads, 1, value_channels) if recipe.smooth_value else None,
         new(batch, key_heads, parts, width, dtype=torch.int32),
     )
-    packs = {"VARLEN": lengths is not None, "CAUSAL": is_causal, "UNIT": unit, "WIDE_OFFSETS": wide, "GUARD": guard}
-    packs["PLACES"] = places is not None
+    packs = {"PACKING": Packing(lengths is not None, is_causal, places is not None, unit, wide), "GUARD": guard}
     # without places the pointer is not used; any tensor will do
-    placed = (key, 0, 0, 1) if places is None else (places, *broadcast_strides(places, (0, 1)), places.shape[0])
+    placed, *of_places = (key, 0, 0, 1) if places is None else (places, *broadcast_strides(places, (0, 1)), places.shape[0])
+    place_strides = dict(zip(("place_stride_z", "place_stride_h", "period"), of_places, strict=True))
     ranges, low, high = 0, key, key
     if not together:
         range_chunk = _range_chunk(tokens, batch * key_heads)
@@ -538,8 +591,8 @@ def launch_quantize_long(
         low, high = new(batch, 2, key_heads, ranges, block_d), new(batch, 2, key_heads, ranges, block_d)
         block = min(range_chunk, max(16, 8192 // block_d))
         launch_kernel(
-            long_range_kernel, (ranges, key_heads, 2 * batch), key, value, low, high, *cumulative, *placed, *strides(key),
-            *strides(value), total, channels, value_channels, range_chunk, BLOCK_N=block, BLOCK_D=block_d,
+            long_range_kernel, (ranges, key_heads, 2 * batch), key, value, low, high, *cumulative, placed,
+            strides(k=key, v=value), total, channels, value_channels, range_chunk, BLOCK_N=block, BLOCK_D=block_d,
             num_warps=2 if block == range_chunk else 4, **packs,
         )  # fmt: skip
     kinds = 2 if query is None else 3
@@ -549,14 +602,17 @@ def launch_quantize_long(
     # Up to 16 ranges are one kernel: to read empty ones costs less than to compile for each number of them. Triton 3.6 also
     # miscompiles an address for a single range of 32 channels.
     block, warps = quantize_tile(block_d, together)
+    sizes = group(
+        padded=padded, channels=channels, key_stride_n=key_row, value_channels=value_channels, key_heads=key_heads,
+        ranges=ranges, parts=parts, chunk=chunk,
+    )  # fmt: skip
+    most_ranges = 0 if together else max(16, triton.next_power_of_2(ranges))
+    form = Form(width, kinds, most_ranges, recipe.smooth_key, recipe.smooth_value, fragment_order)
     launch_kernel(
         long_quantize_kernel, (chunks, heads, kinds * batch), like, key, value, low, high, *query_out, found.key,
         found.key_scale, packed, found.value_scale,
-        found.value_scale if found.value_offset is None else found.value_offset, found.value_sums, *cumulative,
-        *placed, *strides(like), *strides(key), *strides(value), all_queries,
-        total, padded, channels, key_row, value_channels, key_heads, ranges, parts, chunk, WIDTH=width, KINDS=kinds,
-        RANGES=0 if together else max(16, triton.next_power_of_2(ranges)), CENTER=recipe.smooth_key,
-        CENTER_VALUE=recipe.smooth_value, PERMUTED=fragment_order, BLOCK_N=min(chunk, block), BLOCK_D=block_d,
+        found.value_scale if found.value_offset is None else found.value_offset, found.value_sums, *cumulative, placed,
+        strides(q=like, k=key, v=value), all_queries, total, sizes, FORM=form, BLOCK_N=min(chunk, block), BLOCK_D=block_d,
         enable_fp_fusion=False, num_warps=warps, **packs,
     )  # fmt: skip
     return found

@@ -102,17 +102,10 @@ def _stored(numbers):
 # Compiled once for all lengths: Triton would otherwise specialise these on multiples of 16.
 @gluon.jit(do_not_specialize=("k_rows_z", "k_rows_h", "queries", "keys", "parts", "inverse_count"))
 def long_hopper_kernel(
-    q_ptr, k_desc, k_last_desc, v_desc, v_last_desc, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, vo_ptr, sums_ptr,
-    q_stride_z, q_stride_h, q_stride_n: gl.constexpr,
-    k_rows_z, k_rows_h, k_columns_h,
-    o_stride_z, o_stride_h, o_stride_n: gl.constexpr,
-    qs_stride_z, qs_stride_h, qs_stride_n,
-    ks_stride_z, ks_stride_h,
-    vs_stride_z, vs_stride_h, vs_stride_d,
-    os_stride_z, os_stride_h, os_stride_d,
-    vo_stride_z, vo_stride_h, vo_stride_d,
-    cu_q_ptr, cu_k_ptr, queries, keys, parts, inverse_count, constant_mantissa, constant_exponent,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, RING: gl.constexpr, RECIPE: gl.constexpr,
+    q_ptr, k_desc, k_last_desc, v_desc, v_last_desc, o_ptr, scales, sums_ptr, q_strides, k_rows_z, k_rows_h, strides,
+    cu_q_ptr, cu_k_ptr, queries, keys, parts, inverse_count, constant,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STRIDES: gl.constexpr, RING: gl.constexpr,
+    RECIPE: gl.constexpr,
 ):  # fmt: skip
     """Attention of one block of queries; launched by :func:`.dispatch.launch_attention`.
 
@@ -125,12 +118,16 @@ def long_hopper_kernel(
     With VARLEN z is a sequence of packed tensors, as in :func:`.triton.attention_streaming.long_kernel`: strides of a batch are
     0 but those of scales and sums, the last step is as wide as all, values begin at :func:`.common.tile_ops.packed_start`, and
     outputs of sequences of more than ``keys`` keys are NaN.
+
+    Tuples and constants are made in :func:`.sm90.launch.streaming_launches`; STRIDES are those of rows alone, which a kernel is
+    compiled for.
     """
     z = gl.program_id(2).to(gl.int64)
     h = gl.program_id(1)
     kv_head = h // GROUP
     head = gl.program_id(2) * (gl.num_programs(1) // GROUP) + kv_head
-    q_base, o_base = q_ptr + z * q_stride_z + h * q_stride_h, o_ptr + z * o_stride_z + h * o_stride_h
+    q_base = q_ptr + z * q_strides.q_stride_z + h * q_strides.q_stride_h
+    o_base = o_ptr + z * strides.o_stride_z + h * strides.o_stride_h
     k_row, v_row, v_column = gl.program_id(2) * k_rows_z + kv_head * k_rows_h, head, gl.to_tensor(0)
     first = gl.program_id(0) * BLOCK_M
     if RING.VARLEN:
@@ -138,14 +135,14 @@ def long_hopper_kernel(
         first_q, queries = packed_sequence(cu_q_ptr, z)
         first_k, keys = packed_sequence(cu_k_ptr, z)
         inverse_count = inverse_of_count(keys)
-        q_base += first_q * q_stride_n
-        o_base += first_q * o_stride_n
+        q_base += first_q * STRIDES.q[0]
+        o_base += first_q * STRIDES.o[0]
         k_row += first_k.to(gl.int32)
         v_row, v_column = kv_head, packed_start(first_k, z).to(gl.int32)
         if (first >= queries) | (keys == 0):
-            store_zeros(o_base, o_stride_n, first, queries, HEAD_DIM, BLOCK_M // 16)
+            store_zeros(o_base, STRIDES.o[0], first, queries, HEAD_DIM, BLOCK_M // 16)
             return
-    qs_base = qs_ptr.to(gl.pointer_type(gl.int32)) + z * qs_stride_z + h * qs_stride_h
+    qs_base = scales.qs_ptr.to(gl.pointer_type(gl.int32)) + z * strides.qs_stride_z + h * strides.qs_stride_h
     SPANS: gl.constexpr = channel_spans(HEAD_DIM)
     FROM: gl.constexpr = span_starts(HEAD_DIM)
     D: gl.constexpr = span_widths(HEAD_DIM)
@@ -174,9 +171,8 @@ def long_hopper_kernel(
         mbarrier.init(ready.index(index), count=1)
     mbarrier.init(first_values, count=1)
     barrier()
-    copies = Copies(
-        k_descs, v_descs, k_smem, v_smem, k_row, kv_head * k_columns_h, v_row * WIDTH, v_column, ready, HEAD_DIM, RING.SPAN
-    )  # fmt: skip
+    k_column = kv_head * strides.k_columns_h
+    copies = Copies(k_descs, v_descs, k_smem, v_smem, k_row, k_column, v_row * WIDTH, v_column, ready, HEAD_DIM, RING.SPAN)
     for index in gl.static_range(SLOTS):
         copies.expect(index, False, True)
         step = index
@@ -187,7 +183,7 @@ def long_hopper_kernel(
     mbarrier.expect(first_values, RING.SPAN * WIDTH)
     for half in gl.static_range(HALVES):
         copies.load_values(v_column + half * TILE, first_values, half)
-    words = load_queries(q_base, q_stride_n, first, queries, HEAD_DIM, WARPS, 1, "")
+    words = load_queries(q_base, STRIDES.q[0], first, queries, HEAD_DIM, WARPS, 1, "")
     # measured: at 64 channels products that begin at the sums are 1 to 2 % faster, at 128 sums that are added at the end
     BEGIN: gl.constexpr = HEAD_DIM <= 64
     sums = ()
@@ -202,19 +198,20 @@ def long_hopper_kernel(
             means = means + (to_shared(mean),)
         else:
             means = means + (0,)
+        vs_base = scales.vs_ptr + z * strides.vs_stride_z + kv_head * strides.vs_stride_h + FROM[c] * strides.vs_stride_d
+        os_base = scales.os_ptr + z * strides.os_stride_z + h * strides.os_stride_h + FROM[c] * strides.os_stride_d
+        vo_base = scales.vo_ptr + z * strides.vo_stride_z + kv_head * strides.vo_stride_h + FROM[c] * strides.vo_stride_d
         found = output_factors(
-            o_ptr, vs_ptr + z * vs_stride_z + kv_head * vs_stride_h + FROM[c] * vs_stride_d, vs_stride_d,
-            os_ptr + z * os_stride_z + h * os_stride_h + FROM[c] * os_stride_d, os_stride_d,
-            vo_ptr + z * vo_stride_z + kv_head * vo_stride_h + FROM[c] * vo_stride_d, vo_stride_d, SPANS[c], DV[c],
+            o_ptr, vs_base, strides.vs_stride_d, os_base, strides.os_stride_d, vo_base, strides.vo_stride_d, SPANS[c], DV[c],
             RECIPE.VALUE_CHANNEL, RECIPE.OUTPUT_CHANNEL, RECIPE.VALUE_OFFSET, WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]),
         )  # fmt: skip
         factors = factors + (_stored(found),)
     head_bits = 0
     if not RECIPE.QUERY_TOKEN:
         head_bits = gl.load(qs_base)
-    key_bits = gl.load(ks_ptr.to(gl.pointer_type(gl.int32)) + z * ks_stride_z + kv_head * ks_stride_h)
+    key_bits = gl.load(scales.ks_ptr.to(gl.pointer_type(gl.int32)) + z * strides.ks_stride_z + kv_head * strides.ks_stride_h)
     spans, query_bits = read_queries(
-        words, q_ptr.dtype.element_ty, qs_base, qs_stride_n, head_bits, first, queries, RECIPE, WARPS
+        words, q_ptr.dtype.element_ty, qs_base, strides.qs_stride_n, head_bits, first, queries, RECIPE, WARPS
     )
     q = ()
     for c in gl.static_range(COUNT):
@@ -229,7 +226,7 @@ def long_hopper_kernel(
         fence_async_shared()
         barrier()
     key_mantissa, key_exponent = split_scale(key_bits)
-    units = key_mantissa, key_exponent, constant_mantissa, constant_exponent
+    units = key_mantissa, key_exponent, constant.constant_mantissa, constant.constant_exponent
     row = 0, 0, 0
     if not RECIPE.QUERY_TOKEN:
         row = row_factors(query_bits, units, "none", RECIPE.MOST, RECIPE.MOST_BITS)
@@ -246,10 +243,10 @@ def long_hopper_kernel(
     store = FirstRing(copies, keys, steps, whole, iterations, narrow, q, first_values, RING, ring_tiles(RING))
     if HEAD_DIM % 16:
         # Triton specialises on multiples of 16 only, and would store one number at a time
-        o_base = o_ptr + z * (o_stride_z // 8 * 8) + h * (o_stride_h // 8 * 8)
+        o_base = o_ptr + z * (strides.o_stride_z // 8 * 8) + h * (strides.o_stride_h // 8 * 8)
         if RING.VARLEN:
-            o_base += first_q * o_stride_n
+            o_base += first_q * STRIDES.o[0]
     attend_twice(
-        operand, (usable, multiplier, fraction_bits), store, sums, (means, factors, o_base), o_stride_n, first, queries,
+        operand, (usable, multiplier, fraction_bits), store, sums, (means, factors, o_base), STRIDES.o[0], first, queries,
         HEAD_DIM, WARPS, "begin" if BEGIN else "end", RECIPE,
     )  # fmt: skip

@@ -17,9 +17,13 @@ from ....specification.attention_call import VarlenCall
 from ...device import capability_of, processors_of
 from ...heuristics import REGISTERS_OF_THREE, dependent_launch, eviction_policy
 from ...launch_arguments import (
+    CONSTANT,
     MOST_BLOCKS,
+    SCALE_POINTERS,
+    SCALE_STRIDES,
     KernelRequest,
     LinearCall,
+    LinearPlan,
     call_arguments,
     dependent_attention,
     launch_options,
@@ -28,7 +32,7 @@ from ...launch_arguments import (
     row_arguments,
     side_by_side,
 )
-from ...launch_recorder import KernelLaunch, ScoreTile
+from ...launch_recorder import KernelLaunch, ScoreTile, kernel_arguments
 from ...tiles import (
     SHORT_ROW,
     SM90_RESIDENT,
@@ -44,7 +48,7 @@ from ...tiles import (
     widest_span,
 )
 from ...triton.launch import one_element, pack_value, varlen_arguments
-from ..constants import Ring, recipe_of, strides_of
+from ..constants import Ring, recipe_of, row_strides_of, strides_of
 from .rules import (
     choose_linear_tiles,
     division,
@@ -224,6 +228,21 @@ def _streaming_arguments(key: torch.Tensor, value: torch.Tensor, rows: tuple[int
     }
 
 
+_STREAMING_GROUPS = {
+    "scales": SCALE_POINTERS,
+    "q_strides": ("q_stride_z", "q_stride_h"),
+    "strides": ("k_columns_h", "o_stride_z", "o_stride_h", *SCALE_STRIDES),
+    "constant": CONSTANT,
+}
+"""What :mod:`.sm90.attention_streaming` takes as tuples."""
+
+
+def _streaming_kernel_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of :mod:`.sm90.attention_streaming` among others."""
+    arguments = arguments | {"STRIDES": row_strides_of(arguments | {"mask_stride_m": 0, "mask_stride_n": 0})}
+    return kernel_arguments(_streaming_kernel(), arguments, _STREAMING_GROUPS)
+
+
 def _streams(request: KernelRequest, tiles: Tiles) -> str | None:
     """Return why :mod:`.sm90.attention_streaming` does not know shapes and recipe, or None."""
     return _refusal(request, streams(request.shape, request.capability), tiles, (SM90_RESIDENT, SM90_STREAMING))
@@ -269,7 +288,7 @@ def streaming_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunc
         arguments = part.arguments | constants | {"sums_ptr": part.of(sums), "parts": sums.shape[2]}
         arguments |= _streaming_arguments(part.of(call.key)[: part.batch], part.of(call.value)[: part.batch], rows, span)
         scores = ScoreTile(tiles.block_m, span * unroll, whole=False)
-        arguments = {name: arguments[name] for name in kernel.arg_names}
+        arguments = _streaming_kernel_arguments(arguments)
         grid = (blocks, call.heads, part.batch)
         launches.append(KernelLaunch(kernel, grid, arguments, launch_options(tiles), "sm90.streaming", scores))
     return launches
@@ -355,7 +374,7 @@ def varlen_launch(call: VarlenCall, out: torch.Tensor) -> KernelLaunch:
         "inverse_count": 0,  # found for each sequence
         "parts": sums.shape[2],
     }
-    arguments = {name: arguments[name] for name in kernel.arg_names}
+    arguments = _streaming_kernel_arguments(arguments)
     grid = (triton.cdiv(lengths.most_queries, tiles.block_m), one.heads, lengths.sequences)
     scores = ScoreTile(tiles.block_m, _STREAMING_TILE, whole=False)
     return KernelLaunch(kernel, grid, arguments, launch_options(tiles), "sm90.streaming", scores)
@@ -406,13 +425,9 @@ def linear_launch(call: LinearCall) -> KernelLaunch:
         "inverse_wide": triton.cdiv(1 << 30, wide),
         "down": programs // wide,
         "across": programs % wide,
-        "EVEN": outputs % tiles.block_n == 0,
-        "GROUP": group,
-        "BLOCK_M": tiles.block_m,
-        "BLOCK_N": tiles.block_n,
-        "BLOCK_K": _LINEAR_DEPTH,
-        "STAGES": tiles.stages,
-        "DEPENDENT": dependent,
+        "PLAN": LinearPlan(
+            tiles.block_m, tiles.block_n, _LINEAR_DEPTH, outputs % tiles.block_n == 0, group, tiles.stages, dependent
+        ),
     }
     arguments = {name: arguments[name] for name in kernel.arg_names}
     options = {"num_warps": tiles.warps, "maxnreg": tiles.registers, "launch_pdl": dependent != ""}

@@ -138,10 +138,8 @@ def _store(o_ptr, at, y, there):
 
 @gluon.jit
 def _store_tile(
-    sums, m, n, numbers, places,
-    PLACES: gl.constexpr, RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr, EVEN: gl.constexpr, GROUP: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
+    sums, m, n, numbers, places, EPILOGUE: gl.constexpr, EVEN: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr
+):
     """Take the sums of tile (m, n) through the epilogue to memory."""
     constants, residual_ptr, o_ptr, rows, outputs, left, activation_constant = numbers
     bias_ptr, multiplier_ptr, activation_multiplier_ptr, activation_offset_ptr = constants
@@ -154,21 +152,32 @@ def _store_tile(
     y = _rescale(y, bias_ptr, multiplier_ptr, columns, outputs, left, EVEN)
     here = row < rows
     to, beside = row.to(gl.int64), row.to(gl.int64)
-    if PLACES != "":
+    if EPILOGUE.PLACES != "":
         places_ptr, tokens, image_inverse, image_bits, out_tokens, first, residual_tokens = places
         to, beside, here = places_of(
-            row, rows, places_ptr, tokens, image_inverse, image_bits, out_tokens, first, residual_tokens, PLACES == "table"
+            row,
+            rows,
+            places_ptr,
+            tokens,
+            image_inverse,
+            image_bits,
+            out_tokens,
+            first,
+            residual_tokens,
+            EPILOGUE.PLACES == "table",
         )
     there = here[:, None]
     if not EVEN:
         there = there & (columns < outputs)[None, :]
     at = to[:, None] * outputs + columns[None, :]
-    if RESIDUAL:
+    if EPILOGUE.RESIDUAL:
         y += gl.load(residual_ptr + (beside[:, None] * outputs + columns[None, :]), mask=there, other=0).to(gl.int32)
-    if ACTIVATION != "":
+    if EPILOGUE.ACTIVATION != "":
         activation_multiplier = _constants(activation_multiplier_ptr, columns, outputs, EVEN)
         activation_offset = _constants(activation_offset_ptr, columns, outputs, EVEN)
-        y = (_activate(y, ACTIVATION) * activation_multiplier[None, :] + activation_offset[None, :]) >> activation_constant
+        y = (
+            _activate(y, EPILOGUE.ACTIVATION) * activation_multiplier[None, :] + activation_offset[None, :]
+        ) >> activation_constant
     _store(o_ptr, at, y, there)
 
 
@@ -203,16 +212,17 @@ def _store_products(
 
 
 @gluon.jit
-def _load_step(
-    x_desc, weight_desc, x_smem, weight_smem, ready, slot, m, n, k, high,
-    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-):  # fmt: skip
+def _load_step(x_desc, weight_desc, x_smem, weight_smem, ready, slot, m, n, k, high, PLAN: gl.constexpr):
     """Start the copies of step k of tile (m, n) into a slot of the ring, unless the tile lies below the last."""
     wanted = m < high
-    mbarrier.expect(ready.index(slot), (BLOCK_M + BLOCK_N) * BLOCK_K, pred=wanted)
-    load_tile(x_desc, [m * BLOCK_M, k * BLOCK_K], ready.index(slot), x_smem.index(slot), pred=wanted)
+    mbarrier.expect(ready.index(slot), (PLAN.BLOCK_M + PLAN.BLOCK_N) * PLAN.BLOCK_K, pred=wanted)
+    load_tile(x_desc, [m * PLAN.BLOCK_M, k * PLAN.BLOCK_K], ready.index(slot), x_smem.index(slot), pred=wanted)
     load_tile(
-        weight_desc, [n * (BLOCK_N // GROUP), 0, 0, 0, k * BLOCK_K], ready.index(slot), weight_smem.index(slot), pred=wanted
+        weight_desc,
+        [n * (PLAN.BLOCK_N // PLAN.GROUP), 0, 0, 0, k * PLAN.BLOCK_K],
+        ready.index(slot),
+        weight_smem.index(slot),
+        pred=wanted,
     )
 
 
@@ -227,29 +237,28 @@ def hopper_linear_kernel(
     places_ptr,
     rows, outputs, steps, inverse_wide, down, across, tokens, image_inverse, image_bits, out_tokens, first, residual_tokens,
     left, activation_constant,
-    PLACES: gl.constexpr, RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr, EVEN: gl.constexpr,
-    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    EPILOGUE: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """Tiles of a linear layer, BLOCK_M rows by BLOCK_N outputs each.
 
     ``x_desc`` describes int8 (rows, inputs); ``weight_desc`` int8 weights (outputs, inputs) as (groups, GROUP / 8, 4, 2,
     inputs) in the order of an accumulator's columns. ``inverse_wide`` is 2**30 over the tiles across the outputs, rounded
     up; ``down`` and ``across`` are the programs over these tiles, quotient and remainder. Residual int16 and output are
-    (rows, outputs), contiguous. PLACES: where these two have the rows, see :func:`...common.network_ops.places_of`; "" where x
-    has them.
-    GATED: the first half of the outputs gate the second, of which ``weight_desc`` has the weights of a gate and of its value as
-    neighbours; the output is (rows, outputs / 2).
+    (rows, outputs), contiguous. EPILOGUE and PLAN are of :mod:`...launch_arguments`. If GATED, the first half of the outputs
+    gate the second, of which ``weight_desc`` has the weights of a gate and of its value as neighbours; the output is (rows,
+    outputs / 2).
     """
     WARPS: gl.constexpr = gl.num_warps()
-    S: gl.constexpr = sums_layout(BLOCK_N, WARPS)
-    x_smem = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
-    weight_smem = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N // GROUP, GROUP // 8, 4, 2, BLOCK_K], weight_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
+    S: gl.constexpr = sums_layout(PLAN.BLOCK_N, WARPS)
+    x_smem = gl.allocate_shared_memory(gl.int8, [PLAN.STAGES, PLAN.BLOCK_M, PLAN.BLOCK_K], x_desc.layout)
+    weight_smem = gl.allocate_shared_memory(
+        gl.int8, [PLAN.STAGES, PLAN.BLOCK_N // PLAN.GROUP, PLAN.GROUP // 8, 4, 2, PLAN.BLOCK_K], weight_desc.layout
+    )
+    ready = gl.allocate_shared_memory(gl.int64, [PLAN.STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(PLAN.STAGES):
         mbarrier.init(ready.index(stage), count=1)
     barrier()
-    wide, high = gl.cdiv(outputs, BLOCK_N), gl.cdiv(rows, BLOCK_M)
+    wide, high = gl.cdiv(outputs, PLAN.BLOCK_N), gl.cdiv(rows, PLAN.BLOCK_M)
     # a division would go through floating point
     program = gl.program_id(0)
     m = ((program.to(gl.int64) * inverse_wide) >> 30).to(gl.int32)
@@ -257,56 +266,39 @@ def hopper_linear_kernel(
     constants = (bias_ptr, multiplier_ptr, activation_multiplier_ptr, activation_offset_ptr)
     numbers = (constants, residual_ptr, o_ptr, rows, outputs, left, activation_constant)
     places = (places_ptr, tokens, image_inverse, image_bits, out_tokens, first, residual_tokens)
+    DEPENDENT: gl.constexpr = PLAN.DEPENDENT
     wait_for_kernels(DEPENDENT)
     # the step to load next
     load_m, load_n, load_k = m, n, 0
-    for stage in gl.static_range(STAGES - 1):
-        _load_step(
-            x_desc,
-            weight_desc,
-            x_smem,
-            weight_smem,
-            ready,
-            stage,
-            load_m,
-            load_n,
-            load_k,
-            high,
-            GROUP,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-        )
+    for stage in gl.static_range(PLAN.STAGES - 1):
+        _load_step(x_desc, weight_desc, x_smem, weight_smem, ready, stage, load_m, load_n, load_k, high, PLAN)
         load_k += 1
         if load_k == steps:
             load_k = 0
             load_m, load_n = _next_tile(load_m, load_n, wide, down, across)
-    slot, before, phase = 0, STAGES - 1, 0
+    slot, before, phase = 0, PLAN.STAGES - 1, 0
     while m < high:
-        sums = gl.zeros((BLOCK_M, BLOCK_N), gl.int32, S)
+        sums = gl.zeros((PLAN.BLOCK_M, PLAN.BLOCK_N), gl.int32, S)
         for _ in range(steps):
             mbarrier.wait(ready.index(slot), phase)
-            weight = weight_smem.index(slot).reshape((BLOCK_N, BLOCK_K)).permute((1, 0))
+            weight = weight_smem.index(slot).reshape((PLAN.BLOCK_N, PLAN.BLOCK_K)).permute((1, 0))
             sums = warpgroup_mma(x_smem.index(slot), weight, sums, is_async=True)
             sums = warpgroup_mma_wait(1, deps=(sums,))
             # every warp has read what the step before took
             barrier()
-            _load_step(
-                x_desc, weight_desc, x_smem, weight_smem, ready, before, load_m, load_n, load_k, high,
-                GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
+            _load_step(x_desc, weight_desc, x_smem, weight_smem, ready, before, load_m, load_n, load_k, high, PLAN)
             load_k += 1
             if load_k == steps:
                 load_k = 0
                 load_m, load_n = _next_tile(load_m, load_n, wide, down, across)
             before = slot
             slot += 1
-            if slot == STAGES:
+            if slot == PLAN.STAGES:
                 slot = 0
                 phase ^= 1
         sums = warpgroup_mma_wait(0, deps=(sums,))
-        if GATED:
-            _store_products(sums, m, n, numbers, ACTIVATION, EVEN, GROUP, WARPS)
+        if EPILOGUE.GATED:
+            _store_products(sums, m, n, numbers, EPILOGUE.ACTIVATION, PLAN.WHOLE, PLAN.GROUP, WARPS)
         else:
-            _store_tile(sums, m, n, numbers, places, PLACES, RESIDUAL, ACTIVATION, EVEN, GROUP, WARPS)
+            _store_tile(sums, m, n, numbers, places, EPILOGUE, PLAN.WHOLE, PLAN.GROUP, WARPS)
         m, n = _next_tile(m, n, wide, down, across)

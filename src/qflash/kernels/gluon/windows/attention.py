@@ -324,12 +324,13 @@ def _fine_16(z, row_max, OFFSET: gl.constexpr):
 
 @gluon.jit
 def _load_bias(
-    base, stride_m: gl.constexpr, stride_n: gl.constexpr, first, ROWS: gl.constexpr, START: gl.constexpr, WIDTH: gl.constexpr,
-    QUERIES: gl.constexpr, KEYS: gl.constexpr,
+    base, STRIDES: gl.constexpr, first, ROWS: gl.constexpr, START: gl.constexpr, WIDTH: gl.constexpr, QUERIES: gl.constexpr,
+    KEYS: gl.constexpr,
 ):  # fmt: skip
     """A tile of the bias as stored, (ROWS, WIDTH), keys in order; beyond the edges the last row and key are repeated."""
     L: gl.constexpr = bias_layout(ROWS, WIDTH)
-    row = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)), QUERIES - 1) * stride_m
+    stride_n: gl.constexpr = STRIDES.mask[1]
+    row = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)), QUERIES - 1) * STRIDES.mask[0]
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))[None, :]
     if START + WIDTH <= KEYS:
         bias = gl.load(base + (row[:, None] + column * stride_n) + START * stride_n)
@@ -341,15 +342,13 @@ def _load_bias(
 
 
 @gluon.jit
-def _load_row_bias(
-    base, stride_m: gl.constexpr, stride_n: gl.constexpr, first, ROWS: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr
-):  # fmt: skip
+def _load_row_bias(base, STRIDES: gl.constexpr, first, ROWS: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr):
     """The bias of all keys for ROWS queries, one tensor per tile."""
     WIDTHS: gl.constexpr = widths(KEYS)
     STARTS: gl.constexpr = starts(KEYS)
     bias = ()
     for i in gl.static_range(len(WIDTHS)):
-        bias = bias + (_load_bias(base, stride_m, stride_n, first, ROWS, STARTS[i], WIDTHS[i], QUERIES, KEYS),)
+        bias = bias + (_load_bias(base, STRIDES, first, ROWS, STARTS[i], WIDTHS[i], QUERIES, KEYS),)
     return bias
 
 
@@ -507,23 +506,23 @@ def _add_any_bias(s, bias, fraction_bits):
 @gluon.jit
 def _queries(
     q, DTYPE: gl.constexpr, qs_base, qs_stride_n, head_bits, first,
-    ROWS: gl.constexpr, QUANTIZE: gl.constexpr, QUERY_TOKEN: gl.constexpr, QUERIES: gl.constexpr,
+    ROWS: gl.constexpr, QUERIES: gl.constexpr, RECIPE: gl.constexpr,
 ):  # fmt: skip
     """(a tile of queries as int8 (ROWS, 32), float32 bits of the scale, or of its rows' scales, one row per thread)."""
-    if QUANTIZE and ROWS == 8:
+    if RECIPE.QUANTIZE and ROWS == 8:
         q = _first_eight(q)
     q = unpack(q, DTYPE, query_layout(q.shape[0], 1))
     bits = head_bits
-    if QUANTIZE:
+    if RECIPE.QUANTIZE:
         y = as_float32(q)
-        if QUERY_TOKEN:
+        if RECIPE.QUERY_TOKEN:
             scale = amplitude_to_scale(_row_amplitude(q))
             inverse = both_rows(inverse_scale(scale, False), ROWS)
             q = round_to_int8(y, beside_columns(inverse, 8, query_layout(ROWS, 1)))
             bits = scale.to(gl.int32, bitcast=True)
         else:
             q = round_to_int8(y, inverse_scale(head_bits.to(gl.float32, bitcast=True), False))
-    elif QUERY_TOKEN:
+    elif RECIPE.QUERY_TOKEN:
         L: gl.constexpr = score_layout(ROWS, 8)
         n = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
         bits = gl.load(qs_base + gl.minimum(n, QUERIES - 1) * qs_stride_n)
@@ -533,17 +532,15 @@ def _queries(
 
 @gluon.jit
 def _attend(
-    q, query_bits, row, keys_usable, units, operands, output, o_stride_n: gl.constexpr,
-    bias, loaded, mask_stride_m: gl.constexpr, mask_stride_n: gl.constexpr, tile,
-    ROWS: gl.constexpr, KEYS: gl.constexpr,
-    QUERIES: gl.constexpr, MASK: gl.constexpr, STAGED: gl.constexpr, CAREFUL: gl.constexpr,
-    OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, POLICY: gl.constexpr,
+    words, query, operands, output, bias, loaded, tile, DTYPE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+    QUERIES: gl.constexpr, STAGED: gl.constexpr, CAREFUL: gl.constexpr, POLICY: gl.constexpr, STRIDES: gl.constexpr,
+    RECIPE: gl.constexpr,
 ):  # fmt: skip
-    """Attention of a tile of ROWS queries, from scores to stored outputs.
+    """Attention of a tile of ROWS queries, from words of :func:`_load_queries` to stored outputs.
 
     Args:
-        row: what :func:`.gluon.ptx_ops.row_factors` returns if queries have one scale; else it is computed here from
-            ``units``.
+        query: where the queries' scales are, and the bits of one for all; what :func:`.gluon.ptx_ops.row_factors` returns then,
+            else it is computed here from the last; whether the keys' scale is usable; units.
         operands: keys per tile, values, the accumulator at which products with V begin, and the weights of row sums for
             the first 32 columns and for the others.
         output: output factors and the pointer to the outputs.
@@ -556,9 +553,11 @@ def _attend(
     k, v, begin, ones, weight = operands
     factor, shift, half, o_base = output
     mask_base, staged = bias
+    qs_base, qs_stride_n, head_bits, row, keys_usable, units = query
     first = tile * 16 * gl.num_warps()
+    q, query_bits = _queries(words, DTYPE, qs_base, qs_stride_n, head_bits, first, ROWS, QUERIES, RECIPE)
     if query_bits.type.is_block():
-        row = row_factors(query_bits, units, MASK, MOST, MOST_BITS)
+        row = row_factors(query_bits, units, RECIPE.MASK, RECIPE.MOST, RECIPE.MOST_BITS)
     multiplier, fraction_bits, drop = row
     AHEAD: gl.constexpr = len(loaded) > 0
     # measured: on int8 this keeps ptxas from issuing the loads of the values after the scores; floats have arrived by now
@@ -572,8 +571,8 @@ def _attend(
         s = s + (_product(q, k[i], ROWS),)
     flags = 0
     # measured: with one scale for all queries little is computed per row, and one row per thread is 1 to 2 % slower
-    ONE: gl.constexpr = query_bits.type.is_block() or MASK == "bias"
-    if MASK == "bias":
+    ONE: gl.constexpr = query_bits.type.is_block() or RECIPE.MASK == "bias"
+    if RECIPE.MASK == "bias":
         scale = both_rows(multiplier, ROWS), both_rows(drop, ROWS)
         b = ()
         if STAGED:
@@ -581,7 +580,7 @@ def _attend(
                 b = b + (_staged(staged[i].index(tile), ROWS),)
         else:
             if not AHEAD:
-                loaded = _load_row_bias(mask_base, mask_stride_m, mask_stride_n, first, ROWS, QUERIES, KEYS)
+                loaded = _load_row_bias(mask_base, STRIDES, first, ROWS, QUERIES, KEYS)
             for i in gl.static_range(len(k)):
                 b = b + (_beside_scores(loaded[i]),)
         z = ()
@@ -591,50 +590,45 @@ def _attend(
                 z = z + (_add_any_bias(_scaled(s[i], scale), b[i], both_rows(fraction_bits, ROWS)),)
             row_max = _row_max(z, ONE)
             flags = _no_flags()
-            p = _exponentiate_all(z, both_rows(row_max, ROWS), scale[0], both_rows(fraction_bits, ROWS), OFFSET)
+            p = _exponentiate_all(z, both_rows(row_max, ROWS), scale[0], both_rows(fraction_bits, ROWS), RECIPE.OFFSET)
         else:
             for i in gl.static_range(len(k)):
                 z = z + (_scaled(s[i], scale) + _fixed(b[i]),)
             row_max = _row_max(z, ONE)
             flags = _flags(b, row_max, drop, ROWS, STAGED)
-            p = _all_fine_16(z, both_rows(row_max, ROWS), OFFSET)
+            p = _all_fine_16(z, both_rows(row_max, ROWS), RECIPE.OFFSET)
         usable = usable & (row_max < POISON)
     else:
         row_max = _row_max(s, ONE)
         least = least_if_needed(row_max, 32 << 14, multiplier, fraction_bits)
         s = raised_if_needed(s, least, score_layout(ROWS, 8), 1)
-        p = _all_fine(s, row_max, multiplier, fraction_bits, OFFSET)
+        p = _all_fine(s, row_max, multiplier, fraction_bits, RECIPE.OFFSET)
     numerator, total = _sums(p, v, begin, ones, weight, ROWS)
     if APART:
         keep_apart(units[2], 2)
-    _store(numerator, total, usable, factor, shift, half, o_base, o_stride_n, first, KEYS, QUERIES, CAREFUL, POLICY)
+    _store(numerator, total, usable, factor, shift, half, o_base, STRIDES.o[0], first, KEYS, QUERIES, CAREFUL, POLICY)
     return flags
 
 
 @gluon.jit
-def _given_scales(
-    z, h, kv_head, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, vo_ptr, qs_stride_z, qs_stride_h, ks_stride_z, ks_stride_h,
-    vs_stride_z, vs_stride_h, vs_stride_d, os_stride_z, os_stride_h, os_stride_d, vo_stride_z, vo_stride_h, vo_stride_d,
-    constant_mantissa, constant_exponent, MASK: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr,
-    QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, VALUE_OFFSET: gl.constexpr,
-):  # fmt: skip
+def _given_scales(z, h, kv_head, o_ptr, scales, strides, constant, RECIPE: gl.constexpr):
     """(query bits, key bits, row factors, output multiplier, shift and rounding) of int8 tensors."""
     WARPS: gl.constexpr = gl.num_warps()
     CHANNEL: gl.constexpr = gl.SliceLayout(0, own_rows_layout(16 * WARPS))
-    key_bits = gl.load(ks_ptr.to(gl.pointer_type(gl.int32)) + z * ks_stride_z + kv_head * ks_stride_h)
+    key_bits = gl.load(scales.ks_ptr.to(gl.pointer_type(gl.int32)) + z * strides.ks_stride_z + kv_head * strides.ks_stride_h)
     query_bits = key_bits
     row = 0, 0, 0
-    if not QUERY_TOKEN:
-        query_bits = gl.load(qs_ptr.to(gl.pointer_type(gl.int32)) + z * qs_stride_z + h * qs_stride_h)
+    if not RECIPE.QUERY_TOKEN:
+        query_bits = gl.load(scales.qs_ptr.to(gl.pointer_type(gl.int32)) + z * strides.qs_stride_z + h * strides.qs_stride_h)
         key_mantissa, key_exponent = split_scale(key_bits)
-        units = key_mantissa, key_exponent, constant_mantissa, constant_exponent
-        row = row_factors(query_bits, units, MASK, MOST, MOST_BITS)
-    vs_base = vs_ptr + z * vs_stride_z + kv_head * vs_stride_h
-    os_base = os_ptr + z * os_stride_z + h * os_stride_h
+        units = key_mantissa, key_exponent, constant.constant_mantissa, constant.constant_exponent
+        row = row_factors(query_bits, units, RECIPE.MASK, RECIPE.MOST, RECIPE.MOST_BITS)
+    vs_base = scales.vs_ptr + z * strides.vs_stride_z + kv_head * strides.vs_stride_h
+    os_base = scales.os_ptr + z * strides.os_stride_z + h * strides.os_stride_h
+    vo_base = scales.vo_ptr + z * strides.vo_stride_z + kv_head * strides.vo_stride_h
     factor, shift, half = output_factors(
-        o_ptr, vs_base, vs_stride_d, os_base, os_stride_d, vo_ptr + z * vo_stride_z + kv_head * vo_stride_h, vo_stride_d, 32,
-        32,
-        VALUE_CHANNEL, OUTPUT_CHANNEL, VALUE_OFFSET, WARPS, CHANNEL,
+        o_ptr, vs_base, strides.vs_stride_d, os_base, strides.os_stride_d, vo_base, strides.vo_stride_d, 32, 32,
+        RECIPE.VALUE_CHANNEL, RECIPE.OUTPUT_CHANNEL, RECIPE.VALUE_OFFSET, WARPS, CHANNEL,
     )  # fmt: skip
     if o_ptr.dtype.element_ty != gl.int8:
         # NaN for an unusable scale, as quantisation sets it
@@ -660,21 +654,10 @@ def _quotient(n, inverse):
 # An SM fetches arguments 64 bytes at a time when they are first read: those that loads need come first.
 @gluon.jit(do_not_specialize=("periods", "groups", "heads", "groups_inverse", "heads_inverse", "share", "longer"))
 def windows_kernel(
-    k_ptr, v_ptr, q_ptr, k_stride_z, k_stride_h, v_stride_z, v_stride_h, q_stride_z, q_stride_h,
-    mask_ptr, mask_stride_z, mask_stride_h, place_ptr, place_stride_z, place_stride_h,
-    ks_ptr, qs_ptr, vs_ptr, os_ptr, vo_ptr, constant_mantissa, constant_exponent,
-    o_ptr, o_stride_z, o_stride_h,
-    qs_stride_z, qs_stride_h, qs_stride_n, ks_stride_z, ks_stride_h, vs_stride_z, vs_stride_h, vs_stride_d,
-    os_stride_z, os_stride_h, os_stride_d, vo_stride_z, vo_stride_h, vo_stride_d,
-    windows, periods, groups, heads, groups_inverse, heads_inverse, share, longer,
-    GROUP: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, MASK: gl.constexpr,
-    OFFSET: gl.constexpr, MOST: gl.constexpr, MOST_BITS: gl.constexpr, QUANTIZE: gl.constexpr, CENTER: gl.constexpr,
-    QUERY_TOKEN: gl.constexpr, VALUE_CHANNEL: gl.constexpr, OUTPUT_CHANNEL: gl.constexpr, ONE_SCALE: gl.constexpr,
-    VALUE_OFFSET: gl.constexpr, SEVERAL: gl.constexpr, STAGED: gl.constexpr, TOGETHER: gl.constexpr, SPLITS: gl.constexpr,
-    DIVIDED: gl.constexpr,
-    ALIGNED: gl.constexpr, POLICY: gl.constexpr, PLACES: gl.constexpr, DEPENDENT: gl.constexpr,
-    q_stride_n: gl.constexpr, k_stride_n: gl.constexpr, v_stride_n: gl.constexpr, o_stride_n: gl.constexpr,
-    mask_stride_m: gl.constexpr, mask_stride_n: gl.constexpr,
+    k_ptr, v_ptr, q_ptr, strides, mask_ptr, mask_strides, place_ptr, place_strides, scales, constant, o_ptr, o_strides,
+    periods, groups, heads, groups_inverse, heads_inverse, share, longer,
+    GROUP: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STRIDES: gl.constexpr, RECIPE: gl.constexpr,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
     """Attention of windows; launched by :func:`.dispatch.launch_attention` and :func:`.dispatch.launch_fused`.
 
@@ -684,30 +667,23 @@ def windows_kernel(
     of work, the first ``longer`` columns one more, ordered so that those with the same bias are neighbours: programs of
     a column mostly run on one SM, whose L1 then has the bias for all of them.
 
-    Constants of the kernel:
-
-    * SPLITS: programs that share a window's queries.
-    * SEVERAL: a program has several windows; STAGED: it brings their bias to shared memory once.
-    * DIVIDED: each of four warps loads a quarter of the values, or from floats of keys and values, and they exchange them.
-    * ONE_SCALE: (int8) query, key, value and output have one scale each for the whole tensor.
-    * ALIGNED: rows of the bias begin at multiples of four elements.
-    * POLICY: the L2 eviction policy of query, key, value and output, unless they are DIVIDED.
-    * PLACES: (float) tokens of key and value are taken from the places at ``place_ptr`` (:mod:`.triton.unseen_tokens`).
-    * DEPENDENT: see :func:`..heuristics.dependent_launch`.
+    STRIDES, RECIPE and PLAN (:class:`.gluon.constants.WindowPlan`) are of :mod:`.gluon.constants`. STRIDES are those of rows
+    alone, which a kernel is compiled for; tuples of others are made in :mod:`.windows.launch`.
     """
+    DEPENDENT: gl.constexpr = PLAN.DEPENDENT
     wait_for_kernels(DEPENDENT)
-    if TOGETHER:
+    if PLAN.TOGETHER:
         column, layer = gl.program_id(0), gl.program_id(1)
         if layer >= share + (column < longer).to(gl.int32):
             return
         program = column * share + gl.minimum(column, longer) + layer
-        first_tile, program = (program.to(gl.uint32) % SPLITS).to(gl.int32), program // SPLITS
+        first_tile, program = (program.to(gl.uint32) % PLAN.SPLITS).to(gl.int32), program // PLAN.SPLITS
         bias_number = _quotient(program, groups_inverse)
         group = program - bias_number * groups
         place = _quotient(bias_number, heads_inverse)
         h = bias_number - place * heads
     else:
-        first_tile, group = gl.program_id(0) % SPLITS, gl.program_id(0) // SPLITS
+        first_tile, group = gl.program_id(0) % PLAN.SPLITS, gl.program_id(0) // PLAN.SPLITS
         h, place = gl.program_id(1), gl.program_id(2)
         # the grid's size is read faster than an argument
         periods = gl.num_programs(2)
@@ -718,46 +694,42 @@ def windows_kernel(
     BLOCK: gl.constexpr = 16 * WARPS
     # Up to eight queries past whole tiles are half a tile. Not where every program has one tile: no program would finish
     # earlier, and there would be more code to fetch.
-    ALONE: gl.constexpr = BLOCK * SPLITS >= QUERIES
-    HALF: gl.constexpr = has_half(QUERIES, WARPS, SPLITS)
+    ALONE: gl.constexpr = BLOCK * PLAN.SPLITS >= QUERIES
+    HALF: gl.constexpr = has_half(QUERIES, WARPS, PLAN.SPLITS)
     TILES: gl.constexpr = (QUERIES + (7 if HALF else BLOCK - 1)) // BLOCK
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     # measured: pays for floats where windows are many
-    FETCH: gl.constexpr = QUANTIZE and WARPS == 1 and not ALONE and (MASK != "bias" or STAGED)
+    FETCH: gl.constexpr = RECIPE.QUANTIZE and WARPS == 1 and not ALONE and (RECIPE.MASK != "bias" or PLAN.STAGED)
     # with keys in key order a lane loads the bias of four neighbouring keys at once
-    KEY_ORDER: gl.constexpr = MASK == "bias"
+    KEY_ORDER: gl.constexpr = RECIPE.MASK == "bias"
+    REPEAT: gl.constexpr = RECIPE.QUANTIZE and RECIPE.VALUE_OFFSET
 
-    scales = 0, 0, (0, 0, 0), 0, 0, 0
-    if ONE_SCALE:
+    given = 0, 0, (0, 0, 0), 0, 0, 0
+    if PLAN.ONE_SCALE:
         # the first scale of each tensor is the only one
-        scales = _given_scales(
-            0, 0, 0, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, vo_ptr, qs_stride_z, qs_stride_h, ks_stride_z, ks_stride_h,
-            vs_stride_z, vs_stride_h, vs_stride_d, os_stride_z, os_stride_h, os_stride_d, vo_stride_z, vo_stride_h, vo_stride_d,
-            constant_mantissa, constant_exponent, MASK, MOST, MOST_BITS, QUERY_TOKEN, VALUE_CHANNEL, OUTPUT_CHANNEL,
-            VALUE_OFFSET,
-        )  # fmt: skip
+        given = _given_scales(0, 0, 0, o_ptr, scales, o_strides, constant, RECIPE)
     # the weights of the row sums: 1 for every key, 0 past the last
     ones = gl.full((32, 8), 1, gl.int8, operand_layout(1, WARPS))
     at = gl.arange(0, 32, layout=gl.SliceLayout(1, operand_layout(1, WARPS)))
     column = 32 + ((at & 16) | ((at & 12) >> 1) | ((at & 2) << 2) | (at & 1))
     weight = gl.where((key_of(column, KEYS, KEY_ORDER) < KEYS)[:, None], ones, ones * 0)
 
-    mask_offset = place.to(gl.int64) * mask_stride_z + h * mask_stride_h
-    if ALIGNED:
+    mask_offset = place.to(gl.int64) * mask_strides.mask_stride_z + h * mask_strides.mask_stride_h
+    if PLAN.ALIGNED:
         mask_offset = gl.multiple_of(mask_offset, 4)
     mask_base = mask_ptr + mask_offset
     taken = place_ptr
-    if PLACES:
-        taken = place_ptr + place * place_stride_z + kv_head * place_stride_h
+    if PLAN.PLACES:
+        taken = place_ptr + place * place_strides.place_stride_z + kv_head * place_strides.place_stride_h
     staged = ()
     staged_flags = 0
     flags_smem = 0
-    if MASK == "bias":
+    if RECIPE.MASK == "bias":
         staged_flags = _no_flags()
         if WARPS > 1:
             # allocated here, so that no other buffer shares the memory
             flags_smem = gl.allocate_shared_memory(gl.int32, [32, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    if STAGED:
+    if PLAN.STAGED:
         gl.static_assert(mask_ptr.dtype.element_ty.is_floating())
         for i in gl.static_range(len(WIDTHS)):
             staged = staged + (
@@ -765,10 +737,10 @@ def windows_kernel(
                     gl.int32, [(QUERIES + 15) // 16, WIDTHS[i] // 8, 128], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
                 ),
             )
-        for tile in range(first_tile, (QUERIES + 15) // 16, SPLITS):
+        for tile in range(first_tile, (QUERIES + 15) // 16, PLAN.SPLITS):
             bias = ()
             for i in gl.static_range(len(WIDTHS)):
-                part = _load_bias(mask_base, mask_stride_m, mask_stride_n, tile * 16, 16, STARTS[i], WIDTHS[i], QUERIES, KEYS)
+                part = _load_bias(mask_base, STRIDES, tile * 16, 16, STARTS[i], WIDTHS[i], QUERIES, KEYS)
                 bias = bias + (_beside_scores(part),)
             staged_flags |= _eight_rows(_beyond(bias))
             for i in gl.static_range(len(WIDTHS)):
@@ -777,102 +749,89 @@ def windows_kernel(
 
     first, step = place + group * periods, groups * periods
     # constant bounds where the loop runs once, so that it is not compiled twice
-    for turn in range(first if SEVERAL else 0, windows if SEVERAL else 1, step if SEVERAL else 1):
+    SEVERAL: gl.constexpr = PLAN.SEVERAL
+    for turn in range(first if SEVERAL else 0, o_strides.windows if SEVERAL else 1, step if SEVERAL else 1):
         z = (turn if SEVERAL else first).to(gl.int64)
-        q_base = q_ptr + z * q_stride_z + h * q_stride_h
-        k_base = k_ptr + z * k_stride_z + kv_head * k_stride_h
-        v_base = v_ptr + z * v_stride_z + kv_head * v_stride_h
-        o_base = o_ptr + z * o_stride_z + h * o_stride_h
-        qs_base = qs_ptr.to(gl.pointer_type(gl.int32)) + z * qs_stride_z + h * qs_stride_h
-        if DIVIDED and QUANTIZE:
-            k = load_key_parts(k_base, k_stride_n, taken, KEYS, KEY_ORDER, PLACES)
+        q_base = q_ptr + z * strides.q_stride_z + h * strides.q_stride_h
+        k_base = k_ptr + z * strides.k_stride_z + kv_head * strides.k_stride_h
+        v_base = v_ptr + z * strides.v_stride_z + kv_head * strides.v_stride_h
+        o_base = o_ptr + z * o_strides.o_stride_z + h * o_strides.o_stride_h
+        qs_base = scales.qs_ptr.to(gl.pointer_type(gl.int32)) + z * o_strides.qs_stride_z + h * o_strides.qs_stride_h
+        if PLAN.DIVIDED and RECIPE.QUANTIZE:
+            k = load_key_parts(k_base, STRIDES.k[0], taken, KEYS, KEY_ORDER, PLAN.PLACES)
         else:
-            k = load_keys(k_base, k_stride_n, taken, KEYS, KEY_ORDER, POLICY, PLACES)
-        if DIVIDED:
-            v = load_value_parts(v_base, v_stride_n, taken, KEYS, KEY_ORDER, QUANTIZE and VALUE_OFFSET, PLACES)
+            k = load_keys(k_base, STRIDES.k[0], taken, KEYS, KEY_ORDER, PLAN.POLICY, PLAN.PLACES)
+        if PLAN.DIVIDED:
+            v = load_value_parts(v_base, STRIDES.v[0], taken, KEYS, KEY_ORDER, REPEAT, PLAN.PLACES)
         else:
-            v = load_values(v_base, v_stride_n, taken, KEYS, KEY_ORDER, POLICY, QUANTIZE and VALUE_OFFSET, PLACES)
+            v = load_values(v_base, STRIDES.v[0], taken, KEYS, KEY_ORDER, PLAN.POLICY, REPEAT, PLAN.PLACES)
         tile = first_tile
-        following = _load_queries(q_base, q_stride_n, tile * BLOCK, BLOCK, QUERIES, POLICY)
-        AHEAD: gl.constexpr = ALONE and MASK == "bias" and not STAGED
+        following = _load_queries(q_base, STRIDES.q[0], tile * BLOCK, BLOCK, QUERIES, PLAN.POLICY)
+        AHEAD: gl.constexpr = ALONE and RECIPE.MASK == "bias" and not PLAN.STAGED
         loaded = ()
         if AHEAD:
-            loaded = _load_row_bias(mask_base, mask_stride_m, mask_stride_n, tile * BLOCK, BLOCK, QUERIES, KEYS)
-        if QUANTIZE:
-            if DIVIDED:
-                sides, key_scale, factor, shift = quantize_parts(
-                    k, v, constant_mantissa, CENTER, VALUE_OFFSET, VALUE_CHANNEL, KEYS, KEY_ORDER
-                )
+            loaded = _load_row_bias(mask_base, STRIDES, tile * BLOCK, BLOCK, QUERIES, KEYS)
+        if RECIPE.QUANTIZE:
+            if PLAN.DIVIDED:
+                sides, key_scale, factor, shift = quantize_parts(k, v, constant.constant_mantissa, KEYS, KEY_ORDER, RECIPE)
             else:
                 sides, key_scale, factor, shift = quantize_window(
-                    k, v, constant_mantissa, CENTER, VALUE_OFFSET, VALUE_CHANNEL, STAGED, KEYS, KEY_ORDER
-                )
+                    k, v, constant.constant_mantissa, PLAN.STAGED, KEYS, KEY_ORDER, RECIPE
+                )  # fmt: skip
             key_bits = key_scale.to(gl.int32, bitcast=True)
             head_bits = key_bits
-            if not QUERY_TOKEN:
-                head_bits = _query_scale(q_base, q_stride_n, QUERIES).to(gl.int32, bitcast=True)
+            if not RECIPE.QUERY_TOKEN:
+                head_bits = _query_scale(q_base, STRIDES.q[0], QUERIES).to(gl.int32, bitcast=True)
             half = 0
             row = 0, 0, 0
         else:
-            if DIVIDED:
+            if PLAN.DIVIDED:
                 sides = shared_operands(k, v)
             else:
                 sides = right_operands(k, v)
-            if ONE_SCALE:
-                head_bits, key_bits, row, factor, shift, half = scales
+            if PLAN.ONE_SCALE:
+                head_bits, key_bits, row, factor, shift, half = given
             else:
-                head_bits, key_bits, row, factor, shift, half = _given_scales(
-                    z, h, kv_head, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, vo_ptr, qs_stride_z, qs_stride_h, ks_stride_z,
-                    ks_stride_h, vs_stride_z, vs_stride_h, vs_stride_d, os_stride_z, os_stride_h, os_stride_d, vo_stride_z,
-                    vo_stride_h, vo_stride_d, constant_mantissa, constant_exponent, MASK, MOST, MOST_BITS, QUERY_TOKEN,
-                    VALUE_CHANNEL, OUTPUT_CHANNEL, VALUE_OFFSET,
-                )  # fmt: skip
+                of_head = _given_scales(z, h, kv_head, o_ptr, scales, o_strides, constant, RECIPE)
+                head_bits, key_bits, row, factor, shift, half = of_head
         keys_usable = usable_scale(key_bits)
         key_mantissa, key_exponent = split_scale(key_bits)
-        units = key_mantissa, key_exponent, constant_mantissa, constant_exponent
-        if QUANTIZE and not QUERY_TOKEN:
-            row = row_factors(head_bits, units, MASK, MOST, MOST_BITS)
+        units = key_mantissa, key_exponent, constant.constant_mantissa, constant.constant_exponent
+        if RECIPE.QUANTIZE and not RECIPE.QUERY_TOKEN:
+            row = row_factors(head_bits, units, RECIPE.MASK, RECIPE.MOST, RECIPE.MOST_BITS)
         right, values = sides
         # probabilities are stored as 127 - P: products begin at -127 times V's sums, and the result is the negative of P V
         offsets = gl.full((BLOCK, 32), -127, gl.int8, operand_layout(0, WARPS))
         begin = gl.zeros((BLOCK, 32), gl.int32, product_layout(WARPS))
         begin = mma_v2(offsets, values[1], mma_v2(offsets, values[0], begin))
         operands = right, values, begin, ones, weight
+        query = qs_base, o_strides.qs_stride_n, head_bits, row, keys_usable, units
         output = factor, shift, half, o_base
         bias = mask_base, staged
         flags = staged_flags
         while tile < TILES:
             here = following
             if FETCH:
-                _fetch_queries(q_base, q_stride_n, (tile + SPLITS) * BLOCK, QUERIES)
+                _fetch_queries(q_base, STRIDES.q[0], (tile + PLAN.SPLITS) * BLOCK, QUERIES)
             if not ALONE:
-                following = _load_queries(q_base, q_stride_n, (tile + SPLITS) * BLOCK, BLOCK, QUERIES, POLICY)
-            q, query_bits = _queries(
-                here, DTYPE, qs_base, qs_stride_n, head_bits, tile * BLOCK, BLOCK, QUANTIZE, QUERY_TOKEN, QUERIES
-            )
+                following = _load_queries(q_base, STRIDES.q[0], (tile + PLAN.SPLITS) * BLOCK, BLOCK, QUERIES, PLAN.POLICY)
             flags |= _attend(
-                q, query_bits, row, keys_usable, units, operands, output, o_stride_n, bias, loaded, mask_stride_m,
-                mask_stride_n, tile, BLOCK, KEYS, QUERIES, MASK, STAGED, False, OFFSET, MOST, MOST_BITS, POLICY,
+                here, query, operands, output, bias, loaded, tile, DTYPE, BLOCK, KEYS, QUERIES, PLAN.STAGED, False, PLAN.POLICY,
+                STRIDES, RECIPE,
             )  # fmt: skip
-            tile += SPLITS
+            tile += PLAN.SPLITS
         if HALF:
             if tile * 16 < QUERIES:
-                q, query_bits = _queries(
-                    following, DTYPE, qs_base, qs_stride_n, head_bits, tile * 16, 8, QUANTIZE, QUERY_TOKEN, QUERIES
-                )
                 flags |= _attend(
-                    q, query_bits, row, keys_usable, units, operands, output, o_stride_n, bias, (), mask_stride_m,
-                    mask_stride_n, tile, 8, KEYS, QUERIES, MASK, STAGED, False, OFFSET, MOST, MOST_BITS, POLICY,
+                    following, query, operands, output, bias, (), tile, DTYPE, 8, KEYS, QUERIES, PLAN.STAGED, False,
+                    PLAN.POLICY, STRIDES, RECIPE,
                 )  # fmt: skip
-        if MASK == "bias":
+        if RECIPE.MASK == "bias":
             if _any(flags, flags_smem):
                 # compute the window again with all selects, from the bias in global memory, and overwrite the outputs
-                for tile in range(first_tile, (QUERIES + BLOCK - 1) // BLOCK, SPLITS):
-                    words = _load_queries(q_base, q_stride_n, tile * BLOCK, BLOCK, QUERIES, POLICY)
-                    q, query_bits = _queries(
-                        words, DTYPE, qs_base, qs_stride_n, head_bits, tile * BLOCK, BLOCK, QUANTIZE, QUERY_TOKEN, QUERIES
-                    )
+                for tile in range(first_tile, (QUERIES + BLOCK - 1) // BLOCK, PLAN.SPLITS):
+                    words = _load_queries(q_base, STRIDES.q[0], tile * BLOCK, BLOCK, QUERIES, PLAN.POLICY)
                     _attend(
-                        q, query_bits, row, keys_usable, units, operands, output, o_stride_n, bias, (), mask_stride_m,
-                        mask_stride_n, tile, BLOCK, KEYS, QUERIES, MASK, False, True, OFFSET, MOST, MOST_BITS, POLICY,
+                        words, query, operands, output, bias, (), tile, DTYPE, BLOCK, KEYS, QUERIES, False, True, PLAN.POLICY,
+                        STRIDES, RECIPE,
                     )  # fmt: skip

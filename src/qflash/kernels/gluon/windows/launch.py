@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -12,7 +13,9 @@ from ....specification.memory_format import has_aligned_rows
 from ...device import processors_of
 from ...heuristics import eviction_policy
 from ...launch_arguments import (
+    CONSTANT,
     MOST_BLOCKS,
+    SCALE_STRIDES,
     KernelRequest,
     broadcast_strides,
     dependent_attention,
@@ -23,12 +26,24 @@ from ...launch_arguments import (
     row_arguments,
     side_by_side,
 )
-from ...launch_recorder import KernelLaunch, ScoreTile
+from ...launch_recorder import KernelLaunch, ScoreTile, kernel_arguments
 from ...tiles import WINDOWS, Tiles, has_half_block, window_widths
+from ..constants import WindowPlan, recipe_of, row_strides_of
 from .rules import misfit, split_windows
 
 _UNIT = 1 << 30
 """One, in the unit of inverses that :mod:`.windows.attention` multiplies by instead of dividing."""
+
+
+_GROUPS = {
+    "strides": ("k_stride_z", "k_stride_h", "v_stride_z", "v_stride_h", "q_stride_z", "q_stride_h"),
+    "mask_strides": ("mask_stride_z", "mask_stride_h"),
+    "place_strides": ("place_stride_z", "place_stride_h"),
+    "scales": ("ks_ptr", "qs_ptr", "vs_ptr", "os_ptr", "vo_ptr"),
+    "constant": CONSTANT,
+    "o_strides": ("o_stride_z", "o_stride_h", *SCALE_STRIDES, "windows"),
+}
+"""What :mod:`.windows.attention` takes as tuples."""
 
 
 @functools.cache
@@ -45,7 +60,7 @@ def refusal(request: KernelRequest, tiles: Tiles) -> str | None:
         return "Triton's interpreter has no Gluon"
     if reason := misfit(request.shape, request.capability) or request.unquantisable:
         return reason
-    if call.mask_kind == "bool" or call.is_causal or call.has_token_keys:
+    if call.mask_kind not in ("none", "bias") or call.is_causal or call.has_token_keys:
         return "it takes a bias but no other mask, and one key scale a head"
     if tiles.family != WINDOWS:
         return f"the tiles are for {tiles.family}"
@@ -74,7 +89,9 @@ def launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch]:
         periods = 1 if mask is None or mask.shape[0] == 1 else period or part.batch
         grid, shared, tiles = share_windows(tiles, part.batch, call.heads, call.queries, periods, mask, call.query.device)
         arguments = part.arguments | constants | shared | place_arguments(request, part)
-        arguments = {name: arguments[name] for name in kernel.arg_names}
+        plan = WindowPlan(**{field.name: arguments[field.name] for field in dataclasses.fields(WindowPlan)})
+        arguments |= {"STRIDES": row_strides_of(arguments), "RECIPE": recipe_of(arguments), "PLAN": plan}
+        arguments = kernel_arguments(kernel, arguments, _GROUPS)
         # one block of sixteen queries a warp, and then one of eight for the rest
         half = has_half_block(call.queries, tiles.warps, tiles.splits)
         scores = ScoreTile(16 * tiles.warps + 8 * half, sum(window_widths(call.keys)), whole=True)

@@ -439,12 +439,11 @@ def _without_padding(x, START: gl.constexpr, KEYS: gl.constexpr, KEY_ORDER: gl.c
 
 @gluon.jit
 def quantize_window(
-    k, v, mantissa, CENTER: gl.constexpr, CENTER_VALUE: gl.constexpr, VALUE_CHANNEL: gl.constexpr, STAGED: gl.constexpr,
-    KEYS: gl.constexpr, KEY_ORDER: gl.constexpr,
+    k, v, mantissa, STAGED: gl.constexpr, KEYS: gl.constexpr, KEY_ORDER: gl.constexpr, RECIPE: gl.constexpr
 ):  # fmt: skip
     """Quantise K and V that every warp has all of: (right operands, the keys' scale, the values' scale or scales, offsets).
 
-    Without CENTER_VALUE the offset is 0.
+    Unless values are centred the offset is 0.
 
     ``mantissa`` is any number below 2**30, for :func:`.gluon.ptx_ops.keep_apart`.
     """
@@ -458,31 +457,31 @@ def quantize_window(
         # measured: where the bias is staged in shared memory this would be 1 to 3 % slower
         keep_apart(mantissa, 0)
     first, second = _value_lanes(v[0], 1), _value_lanes(v[1], 1)
-    if CENTER_VALUE:
+    if RECIPE.VALUE_OFFSET:
         least, most = lower(first, second, False), higher(first, second, False)
         least, most = _own_value_extremes(least, lower), _own_value_extremes(most, higher)
         words = (_value_words(least, lower_words, DTYPE), _value_words(most, higher_words, DTYPE))
     else:
         words = _value_extremes(higher(gl.abs(first), gl.abs(second), False), False, DTYPE)
-    middle, key_scale = _key_scale(low, high, DTYPE, CENTER)
-    inverse, zero, value_scale, offset = _value_scales(words, DTYPE, CENTER_VALUE, VALUE_CHANNEL)
+    middle, key_scale = _key_scale(low, high, DTYPE, RECIPE.CENTER)
+    inverse, zero, value_scale, offset = _value_scales(words, DTYPE, RECIPE.VALUE_OFFSET, RECIPE.VALUE_CHANNEL)
     key_inverse = inverse_scale(key_scale, False)
     keys = ()
     for i in gl.static_range(len(k)):
         y = as_float32(_key_lanes(k[i], 1))
-        if CENTER:
+        if RECIPE.CENTER:
             y = y - repeated(middle, y.shape[1])
         rows = _key_rows(round_to_int8(y, key_inverse), 1)
         keys = keys + (gl.convert_layout(rows, rows_layout(rows.shape[0], WARPS), assert_trivial=True),)
-    if VALUE_CHANNEL:
+    if RECIPE.VALUE_CHANNEL:
         inverse = repeated(inverse, first.shape[1])
         value_scale = gl.convert_layout(value_scale, gl.SliceLayout(0, own_rows_layout(16 * WARPS)))
-    if CENTER_VALUE:
+    if RECIPE.VALUE_OFFSET:
         zero = repeated(zero, first.shape[1])
         offset = gl.convert_layout(offset, gl.SliceLayout(0, own_rows_layout(16 * WARPS)))
-    first = _value_rows(_int8_values(first, inverse, zero, CENTER_VALUE))
-    second = _value_rows(_int8_values(second, inverse, zero, CENTER_VALUE))
-    if CENTER_VALUE:
+    first = _value_rows(_int8_values(first, inverse, zero, RECIPE.VALUE_OFFSET))
+    second = _value_rows(_int8_values(second, inverse, zero, RECIPE.VALUE_OFFSET))
+    if RECIPE.VALUE_OFFSET:
         second = _without_padding(second, 32, KEYS, KEY_ORDER)
     return right_operands(keys, (first, second)), key_scale, value_scale, offset
 
@@ -494,10 +493,7 @@ def _of_all_warps(x):
 
 
 @gluon.jit
-def quantize_parts(
-    k, v, mantissa, CENTER: gl.constexpr, CENTER_VALUE: gl.constexpr, VALUE_CHANNEL: gl.constexpr, KEYS: gl.constexpr,
-    KEY_ORDER: gl.constexpr,
-):  # fmt: skip
+def quantize_parts(k, v, mantissa, KEYS: gl.constexpr, KEY_ORDER: gl.constexpr, RECIPE: gl.constexpr):
     """:func:`quantize_window` of K and V of which each of four warps has a part, which it quantises.
 
     Two exchanges through shared memory: ranges, then int8 values (:func:`_exchanged`).
@@ -510,30 +506,30 @@ def quantize_parts(
     k, v = _key_lanes(k, 4), _value_lanes(v, 4)
     a, b = first_and_second(k)
     low, high = _key_words(lower(a, b, False), higher(a, b, False), DTYPE)
-    words = _value_extremes(v, CENTER_VALUE, DTYPE)
+    words = _value_extremes(v, RECIPE.VALUE_OFFSET, DTYPE)
     lows, highs, firsts = _of_all_warps(low), _of_all_warps(high), _of_all_warps(words[0])
     seconds = firsts
-    if CENTER_VALUE:
+    if RECIPE.VALUE_OFFSET:
         seconds = _of_all_warps(words[1])
     keep_apart(mantissa, 0)
     LANES: gl.constexpr = lanes_layout(32, 4, 4)
     low, high = word_ranges(lows.load(LANES), highs.load(LANES), 1, DTYPE)
-    if CENTER_VALUE:
+    if RECIPE.VALUE_OFFSET:
         words = word_ranges(firsts.load(LANES), seconds.load(LANES), 1, DTYPE)
     else:
         words = (word_maxima(firsts.load(LANES), 1, DTYPE),)
-    middle, key_scale = _key_scale(low, high, DTYPE, CENTER)
-    inverse, zero, value_scale, offset = _value_scales(words, DTYPE, CENTER_VALUE, VALUE_CHANNEL)
+    middle, key_scale = _key_scale(low, high, DTYPE, RECIPE.CENTER)
+    inverse, zero, value_scale, offset = _value_scales(words, DTYPE, RECIPE.VALUE_OFFSET, RECIPE.VALUE_CHANNEL)
     y = as_float32(k)
-    if CENTER:
+    if RECIPE.CENTER:
         y = y - in_all_warps(repeated(middle, 16))
     k = _key_rows(round_to_int8(y, inverse_scale(key_scale, False)), 4)
-    if VALUE_CHANNEL:
+    if RECIPE.VALUE_CHANNEL:
         inverse = in_all_warps(repeated(inverse, 16))
-    if CENTER_VALUE:
+    if RECIPE.VALUE_OFFSET:
         zero = in_all_warps(repeated(zero, 16))
-    v = _int8_values(v, inverse, zero, CENTER_VALUE)
-    if CENTER_VALUE:
+    v = _int8_values(v, inverse, zero, RECIPE.VALUE_OFFSET)
+    if RECIPE.VALUE_OFFSET:
         v = gl.where(there != 0, v, 0)
     sides, value_scale, offset = _exchanged(k, v, value_scale, offset, KEYS)
     # keeps the allocator from reusing this memory, which would add a barrier

@@ -825,7 +825,7 @@ package has no fp16, so it takes the inputs in bf16. SageAttention takes 64, 96 
         REPLAY,
         (peers_run("float8") if float8_file() == file_of("peers_float8") else "The run of the first table.")
         + """ Quantisation is outside the clock. FA3 float8 takes e4m3 with one scale a tensor, of a multiple of 16 channels,
-and returns bf16."""
+and returns bf16. The run of cuDNN float8 ended before the shapes for which it has no time."""
         + ("" if col.CUDNN_FLOAT8 in methods_of(float8_file()) else CUDNN_LEFT_OUT),
         Table(beside_float8, from_8_bits),
         (float8_file(),),

@@ -954,14 +954,11 @@ quantisation out.""",
 of its queries at once, else of one iteration of its loops over the keys.
 
 * `vit-257`, `vit-257-80`, `vit-577`, `vit-1370` and `vit-729-72` take the sm_90 resident kernel on Hopper, elsewhere the
-  streaming kernel. `vit-577` is 0.7 in the first pass and 8.8 in the second, which includes a maximum that seldom runs.
-* `vit-80` has few heads: two warps share each row. `vit-hundreds` and `vit-257-80` contain code for tail queries as well as
-  for a block, and per-channel scales.
-* `swin`, `swin-windows` and `swin-thousands` are one tile of 16 queries per warp and all that precedes it. With a bias the
-  code is there twice, for tiles with and without marks.
-* Of the streaming kernel, the loops that usually run are counted: 1.0 in the first pass and 8.5 in the second at d = 64. At
-  d = 128 one maximum per score is included that seldom runs. `long-64` has per-channel scales and exact row sums, and 120
-  spills.""",
+  streaming kernel. `vit-577` is 0.7 in the first pass and 8.8 in the second.
+* `vit-80` has few heads: two warps share each row. `vit-hundreds` and `vit-257-80` contain code for tail queries too.
+* `swin`, `swin-windows` and `swin-thousands` are one tile of 16 queries per warp and all that precedes it, with a bias twice.
+* Of the streaming kernel, the loops that usually run are counted: 1.0 in the first pass and 8.5 in the second at d = 64.
+  `long-64` has per-channel scales and exact row sums, and 120 spills.""",
         CODE,
         ("verify_triton36",),
     ),

@@ -56,8 +56,11 @@ def test_every_day_has_the_same_cases(tmp_path: Path) -> None:
 class Item:
     """A case with a name."""
 
-    def __init__(self, nodeid: str, *keywords: str) -> None:
-        self.nodeid, self.keywords = nodeid, keywords
+    def __init__(self, nodeid: str, slow: pytest.MarkDecorator | None = None) -> None:
+        self.nodeid, self.slow = nodeid, slow
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return self.slow.mark if self.slow and name == "slow" else None
 
 
 def test_a_part_of_the_slow_cases_and_all_others_are_run(pytestconfig: pytest.Config) -> None:
@@ -66,7 +69,8 @@ def test_a_part_of_the_slow_cases_and_all_others_are_run(pytestconfig: pytest.Co
     conftest = next(each for each in plugins if getattr(each, "__file__", "") == str(TESTS / "conftest.py"))
     names = [f"test[{number}]" for number in range(8000)]
     assert all(conftest.is_chosen(Item(name)) for name in names)
-    assert abs(sum(conftest.is_chosen(Item(name, "slow")) for name in names) - 8000 / conftest.SHARE) < 100
+    for mark, share in ((pytest.mark.slow, conftest.SHARE), (pytest.mark.slow(5), 5)):
+        assert abs(sum(conftest.is_chosen(Item(name, mark)) for name in names) - 8000 / share) < 100
     # the one place that has the number
     assert any(f"one of {conftest.SHARE} is run" in line for line in pytestconfig.getini("markers"))
 

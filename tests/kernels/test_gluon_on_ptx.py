@@ -40,7 +40,7 @@ from qflash.specification.recipe import DEFAULT, Recipe
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has all of them"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="run by itself, with TRITON_INTERPRET=0"),
-    pytest.mark.slow,
+    pytest.mark.slow(8),  # nothing else executes these kernels without a GPU
 ]
 CPU = torch.device("cpu")
 # four generations of products: mma, wgmma, tcgen05, and mma again

@@ -221,7 +221,7 @@ def together(jobs: list[Callable[[], Any]]) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("family", ["vit", "swin"])
+@pytest.mark.parametrize("family", ["vit", slow("swin")])
 def test_threads_that_share_a_model_do_not_mix(family: str) -> None:
     model = build(family, num_classes=10)
     images = [draw(model, 8, seed) // (seed + 1) for seed in range(4)]

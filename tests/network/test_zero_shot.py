@@ -10,6 +10,7 @@ import torch
 from families import STATISTICS, images, normalise
 
 import qflash
+from helpers import slow
 from qflash.network.graph import IntegerNetwork
 from qflash.network.modules import Attention
 from qflash.network.operators.select_token import SelectToken
@@ -82,7 +83,7 @@ def given_to(kind: str) -> dict[str, torch.Tensor]:
     return draw_texts(5, 3) if kind == "CLIP" else {"input_ids": draw_texts(5, 3, MOST)["input_ids"]}
 
 
-@pytest.mark.parametrize("kind", ["CLIP", "Siglip"])
+@pytest.mark.parametrize("kind", ["CLIP", slow("Siglip")])
 def test_similarities_are_of_the_networks_embeddings(kind: str) -> None:
     float_model, of_images, of_texts = of_transformers(kind)
     cores = [part for node in of_texts.nodes if isinstance(part := of_texts.part(node.name), Attention)]

@@ -571,7 +571,8 @@ def score_scales(key_bits, head_bits, constant_mantissa, constant_exponent, RECI
     units = key_mantissa, key_exponent, constant_mantissa, constant_exponent
     row = 0, 0, 0
     if not RECIPE.QUERY_TOKEN:
-        row = row_factors(head_bits, units, RECIPE.MASK, RECIPE.MOST, RECIPE.MOST_BITS)
+        MASK: gl.constexpr = RECIPE.MASK  # Triton 3.6 takes no attribute that is a string as an argument
+        row = row_factors(head_bits, units, MASK, RECIPE.MOST, RECIPE.MOST_BITS)
     return usable, row, units
 
 

@@ -176,6 +176,7 @@ def short_kernel(
     objects of :mod:`.triton.constants`.
     """
     z = tl.program_id(2).to(tl.int64)
+    MASK: tl.constexpr = MASKING.MASK
     h = tl.program_id(1)
     kv_head = h // HEADS.GROUP
     d = tl.arange(0, HEADS.BLOCK_D)
@@ -350,11 +351,11 @@ def short_kernel(
             query_bits = to_rows(q, query_bits, HEADS.BLOCK_D)
         usable = keys_usable & usable_scale(query_bits)
         multiplier, fraction_bits, drop = row_multiplier(
-            query_bits, key_mantissa, key_exponent, numbers.constant_mantissa, numbers.constant_exponent, MASKING.MASK,
+            query_bits, key_mantissa, key_exponent, numbers.constant_mantissa, numbers.constant_exponent, MASK,
             GIVEN.KEY_TOKEN, ARITHMETIC.COLUMN_BITS, ARITHMETIC.MOST, ARITHMETIC.MOST_BITS, GUARD,
         )  # fmt: skip
         base = 0.0
-        if MASKING.MASK == "bias" and mask_ptr.dtype.element_ty.is_floating():
+        if MASK == "bias" and mask_ptr.dtype.element_ty.is_floating():
             base, even = bias_bases(
                 mask_base, strides.mask_stride_m, strides.mask_stride_n, rows, numbers.queries, KEYS, BLOCK_M, BLOCK_N, TILES
             )
@@ -362,14 +363,14 @@ def short_kernel(
         s0 = scores(
             q, k0, ks_base, strides.ks_stride_n, mask_base, strides.mask_stride_m, strides.mask_stride_n, rows, 0,
             numbers.queries, KEYS, multiplier, fraction_bits, drop, largest, base, BLOCK_M, BLOCK_N, ARITHMETIC.COLUMN_BITS,
-            MASKING.MASK, MASKING.CAUSAL, GIVEN.KEY_TOKEN, MASKING.CHECK, GUARD,
+            MASK, MASKING.CAUSAL, GIVEN.KEY_TOKEN, MASKING.CHECK, GUARD,
         )  # fmt: skip
         row_max = tl.max(s0, 1)[:, None]
         if TILES == 2:
             s1 = scores(
                 q, k1, ks_base, strides.ks_stride_n, mask_base, strides.mask_stride_m, strides.mask_stride_n, rows, BLOCK_N,
                 numbers.queries, KEYS, multiplier, fraction_bits, drop, largest, base, BLOCK_M, BLOCK_N, ARITHMETIC.COLUMN_BITS,
-                MASKING.MASK, MASKING.CAUSAL, GIVEN.KEY_TOKEN, MASKING.CHECK, GUARD,
+                MASK, MASKING.CAUSAL, GIVEN.KEY_TOKEN, MASKING.CHECK, GUARD,
             )  # fmt: skip
             row_max = tl.maximum(row_max, tl.max(s1, 1)[:, None])
         total = tl.zeros((BLOCK_M, 16), tl.int32)
@@ -377,7 +378,7 @@ def short_kernel(
         accumulator = tl.zeros((BLOCK_M, HEADS.BLOCK_DV), tl.int32)
         high_part = tl.zeros((BLOCK_M, HEADS.BLOCK_DV), tl.int32)
         word = probability_words(
-            s0, row_max, multiplier, fraction_bits, MASKING.MASK, GIVEN.KEY_TOKEN, ARITHMETIC.QUADRATIC, ARITHMETIC.BITS,
+            s0, row_max, multiplier, fraction_bits, MASK, GIVEN.KEY_TOKEN, ARITHMETIC.QUADRATIC, ARITHMETIC.BITS,
             ARITHMETIC.NEAREST, ARITHMETIC.OFFSET, MASKING.CHECK, GUARD,
         )  # fmt: skip
         accumulator, high_part, total, high_total = accumulate(
@@ -386,7 +387,7 @@ def short_kernel(
         )  # fmt: skip
         if TILES == 2:
             word = probability_words(
-                s1, row_max, multiplier, fraction_bits, MASKING.MASK, GIVEN.KEY_TOKEN, ARITHMETIC.QUADRATIC, ARITHMETIC.BITS,
+                s1, row_max, multiplier, fraction_bits, MASK, GIVEN.KEY_TOKEN, ARITHMETIC.QUADRATIC, ARITHMETIC.BITS,
                 ARITHMETIC.NEAREST, ARITHMETIC.OFFSET, MASKING.CHECK, GUARD,
             )  # fmt: skip
             accumulator, high_part, total, high_total = accumulate(
@@ -408,5 +409,5 @@ def short_kernel(
         finish(
             accumulator, high_part, total, high_total, COUNT, mean, row_max, usable, factor, shift, half, o_ptrs,
             inside[:, None] & (dv[None, :] < HEADS.VALUE_DIM), ARITHMETIC.BITS, ARITHMETIC.EXACT, GIVEN.VALUE_OFFSET,
-            ARITHMETIC.FLOOR_OUTPUT, MASKING.MASK, MASKING.CHECK, GUARD,
+            ARITHMETIC.FLOOR_OUTPUT, MASK, MASKING.CHECK, GUARD,
         )  # fmt: skip

@@ -104,6 +104,7 @@ def _add_keys(
         row_max, and each of the sums.
     """
     k_base, k_stride_n, k_stride_d, ks_base, ks_stride_n = key
+    MASK: tl.constexpr = MASKING.MASK
     v_base, v_stride_n, v_stride_d = value
     mask_base, mask_stride_m, mask_stride_n = mask
     d, dv = channels
@@ -113,15 +114,15 @@ def _add_keys(
     k = load_key(k_base, k_stride_n, k_stride_d, n, d, keys, HEADS.HEAD_DIM, HEADS.BLOCK_D, INSIDE)
     s = scores(
         q, k, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, start, queries, keys, multiplier,
-        fraction_bits, drop, largest, 0.0, BLOCK_M, BLOCK_N, ARITHMETIC.COLUMN_BITS, MASKING.MASK, MASKING.CAUSAL,
+        fraction_bits, drop, largest, 0.0, BLOCK_M, BLOCK_N, ARITHMETIC.COLUMN_BITS, MASK, MASKING.CAUSAL,
         GIVEN.KEY_TOKEN, MASKING.CHECK and not INSIDE, GUARD,
     )  # fmt: skip
     if ARITHMETIC.ONLINE:
         new_max = tl.maximum(row_max, tl.max(s, 1)[:, None])
         step = tl.where(row_max != MASKED, new_max - row_max, 0)
-        if GIVEN.KEY_TOKEN and MASKING.MASK != "bias":
+        if GIVEN.KEY_TOKEN and MASK != "bias":
             step = multiply_high(step, multiplier, GUARD)
-        elif MASKING.MASK != "bias":
+        elif MASK != "bias":
             step = step * multiplier
         factor = release_factor(step, fraction_bits, GUARD).to(tl.int64)
         if WIDE_SUMS:
@@ -132,7 +133,7 @@ def _add_keys(
         total = ((total.to(tl.int64) * factor) >> 24).to(tl.int32)
         row_max = new_max
     word = probability_words(
-        s, row_max, multiplier, fraction_bits, MASKING.MASK, GIVEN.KEY_TOKEN, ARITHMETIC.QUADRATIC, ARITHMETIC.BITS,
+        s, row_max, multiplier, fraction_bits, MASK, GIVEN.KEY_TOKEN, ARITHMETIC.QUADRATIC, ARITHMETIC.BITS,
         ARITHMETIC.NEAREST, ARITHMETIC.OFFSET, MASKING.CHECK and not INSIDE, GUARD,
     )  # fmt: skip
     v = load_value(
@@ -168,6 +169,7 @@ def long_kernel(
     z = tl.program_id(2).to(tl.int64)
     h = tl.program_id(1)
     kv_head = h // HEADS.GROUP
+    MASK: tl.constexpr = MASKING.MASK
     queries, keys, inverse_count = numbers.queries, numbers.keys, numbers.inverse_count
     q_stride_n, k_stride_n = strides.q_stride_n, strides.k_stride_n
     v_stride_n, o_stride_n = strides.v_stride_n, strides.o_stride_n
@@ -224,7 +226,7 @@ def long_kernel(
         # without keys an output is 0, whatever the query; where there are more than was said not all may be quantised
         usable = (usable & (too_many == 0)) | no_keys
     multiplier, fraction_bits, drop = row_multiplier(
-        query_bits, key_mantissa, key_exponent, numbers.constant_mantissa, numbers.constant_exponent, MASKING.MASK,
+        query_bits, key_mantissa, key_exponent, numbers.constant_mantissa, numbers.constant_exponent, MASK,
         GIVEN.KEY_TOKEN, ARITHMETIC.COLUMN_BITS, ARITHMETIC.MOST, ARITHMETIC.MOST_BITS, GUARD,
     )  # fmt: skip
     if REACH.VARLEN and GIVEN.KEY_TOKEN:
@@ -232,7 +234,7 @@ def long_kernel(
         # fraction bits of that count.
         mantissa, exponent = split_scale(tl.load(ks_base, mask=keys == 1, other=0x3F800000))
         _, narrow_bits, _ = row_multiplier(
-            query_bits, mantissa, exponent, numbers.constant_mantissa, numbers.constant_exponent, MASKING.MASK, False,
+            query_bits, mantissa, exponent, numbers.constant_mantissa, numbers.constant_exponent, MASK, False,
             ARITHMETIC.COLUMN_BITS, ARITHMETIC.MOST, ARITHMETIC.MOST_BITS, GUARD,
         )  # fmt: skip
         fraction_bits = tl.where(keys == 1, narrow_bits, fraction_bits)
@@ -258,7 +260,7 @@ def long_kernel(
     if MASKING.CAUSAL:
         last = tl.minimum(keys, (tl.program_id(0) + 1) * BLOCK_M)
         full = tl.minimum(full, (tl.program_id(0) * BLOCK_M) & (-BLOCK_N))
-    if MASKING.MASK != "none":
+    if MASK != "none":
         full = 0
     if not ARITHMETIC.ONLINE:
         for phase in tl.static_range(2):
@@ -267,7 +269,7 @@ def long_kernel(
                 k = load_key(k_base, k_stride_n, strides.k_stride_d, n, d, keys, HEADS.HEAD_DIM, HEADS.BLOCK_D, phase == 0)
                 s = scores(
                     q, k, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, start, queries, keys, multiplier,
-                    fraction_bits, drop, largest, 0.0, BLOCK_M, BLOCK_N, ARITHMETIC.COLUMN_BITS, MASKING.MASK, MASKING.CAUSAL,
+                    fraction_bits, drop, largest, 0.0, BLOCK_M, BLOCK_N, ARITHMETIC.COLUMN_BITS, MASK, MASKING.CAUSAL,
                     GIVEN.KEY_TOKEN, MASKING.CHECK and phase == 1, GUARD,
                 )  # fmt: skip
                 row_max = tl.maximum(row_max, tl.max(s, 1)[:, None])
@@ -332,5 +334,5 @@ def long_kernel(
     finish(
         accumulator, high, total, high_total, count, mean, row_max, usable, factor, shift, half, o_ptrs,
         inside[:, None] & (dv[None, :] < HEADS.VALUE_DIM), ARITHMETIC.BITS, ARITHMETIC.EXACT, GIVEN.VALUE_OFFSET,
-        ARITHMETIC.FLOOR_OUTPUT, MASKING.MASK, MASKING.CHECK, GUARD, REACH.WIDE_SUMS, REACH.VARLEN, few_keys,
+        ARITHMETIC.FLOOR_OUTPUT, MASK, MASKING.CHECK, GUARD, REACH.WIDE_SUMS, REACH.VARLEN, few_keys,
     )  # fmt: skip

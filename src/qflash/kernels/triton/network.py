@@ -92,10 +92,11 @@ def int8_linear_kernel(
     at = to[:, None] * outputs + n[None, :]
     if EPILOGUE.RESIDUAL:
         y += tl.load(residual_ptr + beside[:, None] * outputs + n[None, :], mask=there, other=0).to(tl.int32)
-    if EPILOGUE.ACTIVATION != "":
+    ACTIVATION: tl.constexpr = EPILOGUE.ACTIVATION
+    if ACTIVATION != "":
         activation_multiplier = tl.load(activation_multiplier_ptr + n, mask=inside, other=0)
         activation_offset = tl.load(activation_offset_ptr + n, mask=inside, other=0)
-        y = activate(y, EPILOGUE.ACTIVATION) * activation_multiplier[None, :] + activation_offset[None, :]
+        y = activate(y, ACTIVATION) * activation_multiplier[None, :] + activation_offset[None, :]
         out = saturate(y >> activation_constant, tl.int8, GUARD)
     else:
         out = saturate(y, o_ptr.dtype.element_ty, GUARD)

@@ -141,6 +141,7 @@ def _store_tile(
     sums, m, n, numbers, places, EPILOGUE: gl.constexpr, EVEN: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr
 ):
     """Take the sums of tile (m, n) through the epilogue to memory."""
+    ACTIVATION: gl.constexpr = EPILOGUE.ACTIVATION
     constants, residual_ptr, o_ptr, rows, outputs, left, activation_constant = numbers
     bias_ptr, multiplier_ptr, activation_multiplier_ptr, activation_offset_ptr = constants
     BLOCK_M: gl.constexpr = sums.shape[0]
@@ -172,12 +173,10 @@ def _store_tile(
     at = to[:, None] * outputs + columns[None, :]
     if EPILOGUE.RESIDUAL:
         y += gl.load(residual_ptr + (beside[:, None] * outputs + columns[None, :]), mask=there, other=0).to(gl.int32)
-    if EPILOGUE.ACTIVATION != "":
+    if ACTIVATION != "":
         activation_multiplier = _constants(activation_multiplier_ptr, columns, outputs, EVEN)
         activation_offset = _constants(activation_offset_ptr, columns, outputs, EVEN)
-        y = (
-            _activate(y, EPILOGUE.ACTIVATION) * activation_multiplier[None, :] + activation_offset[None, :]
-        ) >> activation_constant
+        y = (_activate(y, ACTIVATION) * activation_multiplier[None, :] + activation_offset[None, :]) >> activation_constant
     _store(o_ptr, at, y, there)
 
 
@@ -267,6 +266,7 @@ def hopper_linear_kernel(
     numbers = (constants, residual_ptr, o_ptr, rows, outputs, left, activation_constant)
     places = (places_ptr, tokens, image_inverse, image_bits, out_tokens, first, residual_tokens)
     DEPENDENT: gl.constexpr = PLAN.DEPENDENT
+    ACTIVATION: gl.constexpr = EPILOGUE.ACTIVATION
     wait_for_kernels(DEPENDENT)
     # the step to load next
     load_m, load_n, load_k = m, n, 0
@@ -298,7 +298,7 @@ def hopper_linear_kernel(
                 phase ^= 1
         sums = warpgroup_mma_wait(0, deps=(sums,))
         if EPILOGUE.GATED:
-            _store_products(sums, m, n, numbers, EPILOGUE.ACTIVATION, PLAN.WHOLE, PLAN.GROUP, WARPS)
+            _store_products(sums, m, n, numbers, ACTIVATION, PLAN.WHOLE, PLAN.GROUP, WARPS)
         else:
             _store_tile(sums, m, n, numbers, places, EPILOGUE, PLAN.WHOLE, PLAN.GROUP, WARPS)
         m, n = _next_tile(m, n, wide, down, across)

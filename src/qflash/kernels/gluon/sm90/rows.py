@@ -53,7 +53,8 @@ def query_factors(query_bits, scales, RECIPE: gl.constexpr):
     keys_usable, row, units = scales
     usable = keys_usable & usable_scale(query_bits)
     if query_bits.type.is_block():
-        row = row_factors(query_bits, units, RECIPE.MASK, RECIPE.MOST, RECIPE.MOST_BITS)
+        MASK: gl.constexpr = RECIPE.MASK
+        row = row_factors(query_bits, units, MASK, RECIPE.MOST, RECIPE.MOST_BITS)
     return usable, row[0], row[1]
 
 

@@ -509,7 +509,8 @@ def _attend(
     first = tile * 16 * gl.num_warps()
     q, query_bits = _queries(words, DTYPE, qs_base, qs_stride_n, head_bits, first, ROWS, QUERIES, RECIPE)
     if query_bits.type.is_block():
-        row = row_factors(query_bits, units, RECIPE.MASK, RECIPE.MOST, RECIPE.MOST_BITS)
+        MASK: gl.constexpr = RECIPE.MASK
+        row = row_factors(query_bits, units, MASK, RECIPE.MOST, RECIPE.MOST_BITS)
     multiplier, fraction_bits, drop = row
     AHEAD: gl.constexpr = len(loaded) > 0
     # measured: on int8 this keeps ptxas from issuing the loads of the values after the scores; floats have arrived by now
@@ -628,6 +629,7 @@ def windows_kernel(
     alone, which a kernel is compiled for; tuples of others are made in :mod:`.windows.launch`.
     """
     DEPENDENT: gl.constexpr = PLAN.DEPENDENT
+    POLICY: gl.constexpr = PLAN.POLICY
     wait_for_kernels(DEPENDENT)
     if PLAN.TOGETHER:
         column, layer = gl.program_id(0), gl.program_id(1)
@@ -717,13 +719,13 @@ def windows_kernel(
         if PLAN.DIVIDED and RECIPE.QUANTIZE:
             k = load_key_parts(k_base, STRIDES.k[0], taken, KEYS, KEY_ORDER, PLAN.PLACES)
         else:
-            k = load_keys(k_base, STRIDES.k[0], taken, KEYS, KEY_ORDER, PLAN.POLICY, PLAN.PLACES)
+            k = load_keys(k_base, STRIDES.k[0], taken, KEYS, KEY_ORDER, POLICY, PLAN.PLACES)
         if PLAN.DIVIDED:
             v = load_value_parts(v_base, STRIDES.v[0], taken, KEYS, KEY_ORDER, REPEAT, PLAN.PLACES)
         else:
-            v = load_values(v_base, STRIDES.v[0], taken, KEYS, KEY_ORDER, PLAN.POLICY, REPEAT, PLAN.PLACES)
+            v = load_values(v_base, STRIDES.v[0], taken, KEYS, KEY_ORDER, POLICY, REPEAT, PLAN.PLACES)
         tile = first_tile
-        following = _load_queries(q_base, STRIDES.q[0], tile * BLOCK, BLOCK, QUERIES, PLAN.POLICY)
+        following = _load_queries(q_base, STRIDES.q[0], tile * BLOCK, BLOCK, QUERIES, POLICY)
         AHEAD: gl.constexpr = ALONE and RECIPE.MASK == "bias" and not PLAN.STAGED
         loaded = ()
         if AHEAD:
@@ -770,9 +772,9 @@ def windows_kernel(
             if FETCH:
                 _fetch_queries(q_base, STRIDES.q[0], (tile + PLAN.SPLITS) * BLOCK, QUERIES)
             if not ALONE:
-                following = _load_queries(q_base, STRIDES.q[0], (tile + PLAN.SPLITS) * BLOCK, BLOCK, QUERIES, PLAN.POLICY)
+                following = _load_queries(q_base, STRIDES.q[0], (tile + PLAN.SPLITS) * BLOCK, BLOCK, QUERIES, POLICY)
             flags |= _attend(
-                here, query, operands, output, bias, loaded, tile, DTYPE, BLOCK, KEYS, QUERIES, PLAN.STAGED, False, PLAN.POLICY,
+                here, query, operands, output, bias, loaded, tile, DTYPE, BLOCK, KEYS, QUERIES, PLAN.STAGED, False, POLICY,
                 STRIDES, RECIPE,
             )  # fmt: skip
             tile += PLAN.SPLITS
@@ -780,14 +782,14 @@ def windows_kernel(
             if tile * 16 < QUERIES:
                 flags |= _attend(
                     following, query, operands, output, bias, (), tile, DTYPE, 8, KEYS, QUERIES, PLAN.STAGED, False,
-                    PLAN.POLICY, STRIDES, RECIPE,
+                    POLICY, STRIDES, RECIPE,
                 )  # fmt: skip
         if RECIPE.MASK == "bias":
             if _any(flags, flags_smem):
                 # compute the window again with all selects, from the bias in global memory, and overwrite the outputs
                 for tile in range(first_tile, (QUERIES + BLOCK - 1) // BLOCK, PLAN.SPLITS):
-                    words = _load_queries(q_base, STRIDES.q[0], tile * BLOCK, BLOCK, QUERIES, PLAN.POLICY)
+                    words = _load_queries(q_base, STRIDES.q[0], tile * BLOCK, BLOCK, QUERIES, POLICY)
                     _attend(
-                        words, query, operands, output, bias, (), tile, DTYPE, BLOCK, KEYS, QUERIES, False, True, PLAN.POLICY,
+                        words, query, operands, output, bias, (), tile, DTYPE, BLOCK, KEYS, QUERIES, False, True, POLICY,
                         STRIDES, RECIPE,
                     )  # fmt: skip

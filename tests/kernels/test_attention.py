@@ -145,6 +145,8 @@ def test_longer_rows_are_for_the_portable_kernels() -> None:
         with LaunchRecorder(launching=False) as recording:
             execution.attend(call_of(tokens, heads), "triton")
         assert recording.launches[-1].family == "triton.streaming"
-        assert recording.launches[-1].arguments["WIDE_SUMS"] is (tokens > 65536)
-        wide = {launch.arguments["WIDE_OFFSETS"] for launch in recording.launches if "WIDE_OFFSETS" in launch.arguments}
+        assert recording.launches[-1].arguments["REACH"].WIDE_SUMS is (tokens > 65536)
+        wide = {
+            x.WIDE_OFFSETS for launch in recording.launches for x in launch.arguments.values() if hasattr(x, "WIDE_OFFSETS")
+        }
         assert wide == {heads == 1024}

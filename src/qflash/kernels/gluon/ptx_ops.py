@@ -30,10 +30,30 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..common.fixed_point import MAX_FRACTION_BITS, bit_length, exponent_offset, half_of, output_multiplier
-from ..common.quantize_ops import MAX_BF16, MAX_F16, MIN_BF16, MIN_F16, nan_max, nan_min
+from ..common.fixed_point import (
+    MAX_FRACTION_BITS,
+    bit_length,
+    exponent_offset,
+    half_of,
+    multiply_round,
+    output_multiplier,
+    requantize,
+    row_weight,
+    split_scale,
+    usable_scale,
+)
+from ..common.quantize_ops import (
+    MAX_BF16,
+    MAX_F16,
+    MIN_BF16,
+    MIN_F16,
+    amplitude_to_scale,
+    least_to_scale,
+    nan_max,
+    nan_min,
+)
 from ..common.tile_ops import MASKED, row_multiplier
-from .row_ops import beside_rows, bring_both, own_twice, upper_and_lower
+from .row_ops import beside_columns, beside_rows, both_rows, bring_both, own_twice, upper_and_lower
 
 # x * inverse rounded to nearest even: the low bits of its sum with 1.5 * 2**23
 ROUNDED_PRODUCT = gl.constexpr("{.reg .f32 a; fma.rn.f32 a, $1, $2, 0f4B400000; mov.b32 $0, a;}")
@@ -539,6 +559,44 @@ def round_centered(x, inverse, zero):
 
 
 @gluon.jit
+def score_scales(key_bits, head_bits, constant_mantissa, constant_exponent, RECIPE: gl.constexpr):
+    """What turns scores into octaves, from float32 bits of scales.
+
+    Returns:
+        whether the keys' is usable; :func:`row_factors`, if all queries have the scale ``head_bits``; and the units from which
+        these are computed if they have one each.
+    """
+    usable = usable_scale(key_bits)
+    key_mantissa, key_exponent = split_scale(key_bits)
+    units = key_mantissa, key_exponent, constant_mantissa, constant_exponent
+    row = 0, 0, 0
+    if not RECIPE.QUERY_TOKEN:
+        MASK: gl.constexpr = RECIPE.MASK  # Triton 3.6 takes no attribute that is a string as an argument
+        row = row_factors(head_bits, units, MASK, RECIPE.MOST, RECIPE.MOST_BITS)
+    return usable, row, units
+
+
+@gluon.jit
+def value_scale(most, CENTER: gl.constexpr):
+    """Scales of values from their largest magnitudes, or with CENTER from the least scales that their ranges need."""
+    if CENTER:
+        scale = least_to_scale(most)
+    else:
+        scale = amplitude_to_scale(most)
+    return scale
+
+
+@gluon.jit
+def int8_values(y, inverse, zero, CENTER: gl.constexpr):
+    """Values as int8, with CENTER less their zero points."""
+    if CENTER:
+        x = round_centered(y, inverse, zero)
+    else:
+        x = round_to_int8(y, inverse)
+    return x
+
+
+@gluon.jit
 def unpack(x, dtype: gl.constexpr, layout: gl.constexpr):
     """The numbers in words of four bytes, (rows, numbers) in ``layout``; a loop carries words, one register each."""
     if dtype == gl.int8:
@@ -567,6 +625,40 @@ def scaled(numerator, weight, factor, offset):
         result = gl.fma(average, factor, offset)
     else:
         result = average * factor
+    return result
+
+
+@gluon.jit
+def beside_outputs(x, L: gl.constexpr, ACROSS: gl.constexpr):
+    """Numbers of rows, one per thread, or vectors where ACROSS warps share rows, broadcast to outputs of layout ``L``."""
+    if ACROSS == 1:
+        x = beside_columns(both_rows(x, L.shape[0]), L.shape[1] // 4, L)
+    else:
+        x = beside_rows(x, L)
+    return x
+
+
+@gluon.jit
+def normalised(x, bits, inverse, usable, factors, DTYPE: gl.constexpr, ACROSS: gl.constexpr):
+    """Outputs of type DTYPE from negative numerators, as :func:`.common.tile_ops.finish` makes them.
+
+    Args:
+        bits, inverse, usable: bit lengths and reciprocals of the rows' sums of P, and whether scales are usable
+            (:func:`beside_outputs`).
+        factors: of channels, beside outputs or scalars: multiplier, NaN if a scale is not usable; shift or offset; rounding.
+    """
+    factor, shift, half = factors
+    L: gl.constexpr = x.type.layout
+    if gl.int8 == DTYPE:
+        if factor.type.is_block():
+            row_factor = multiply_round(beside_outputs(inverse, L, ACROSS), factor, False)
+        else:
+            row_factor = beside_outputs(multiply_round(inverse, factor, False), L, ACROSS)
+        result = requantize(x, row_factor, beside_outputs(bits, L, ACROSS), shift, half, -1, False)
+    else:
+        # a NaN in the factor of the row costs less than a select per element
+        weight = beside_outputs(gl.where(usable, -row_weight(inverse, bits), float("nan")), L, ACROSS)
+        result = scaled(x, weight, factor, shift).to(DTYPE)
     return result
 
 

@@ -175,11 +175,38 @@ def short_kernel(
     ``constant`` is ``scale * log2(e)``, INVERSE_COUNT that of :func:`.common.fixed_point.twice_mean`. Other constants are
     objects of :mod:`.triton.constants`.
     """
+    GROUP: tl.constexpr = HEADS.GROUP
+    BLOCK_D: tl.constexpr = HEADS.BLOCK_D
+    BLOCK_DV: tl.constexpr = HEADS.BLOCK_DV
+    MASK_PERIOD: tl.constexpr = MASKING.MASK_PERIOD
+    VALUE_CHANNEL: tl.constexpr = GIVEN.VALUE_CHANNEL
+    OUTPUT_CHANNEL: tl.constexpr = GIVEN.OUTPUT_CHANNEL
+    VALUE_OFFSET: tl.constexpr = GIVEN.VALUE_OFFSET
+    QUANTIZE: tl.constexpr = GIVEN.QUANTIZE
+    HEAD_DIM: tl.constexpr = HEADS.HEAD_DIM
+    PLACES: tl.constexpr = GIVEN.PLACES
+    VALUE_DIM: tl.constexpr = HEADS.VALUE_DIM
+    CENTER: tl.constexpr = GIVEN.CENTER
+    QUERY_TOKEN: tl.constexpr = GIVEN.QUERY_TOKEN
+    VALUE_ROWS: tl.constexpr = GIVEN.VALUE_ROWS
+    KEY_TOKEN: tl.constexpr = GIVEN.KEY_TOKEN
+    CHECK: tl.constexpr = MASKING.CHECK
+    BITS: tl.constexpr = ARITHMETIC.BITS
+    EXACT: tl.constexpr = ARITHMETIC.EXACT
+    COLUMN_BITS: tl.constexpr = ARITHMETIC.COLUMN_BITS
+    MOST: tl.constexpr = ARITHMETIC.MOST
+    MOST_BITS: tl.constexpr = ARITHMETIC.MOST_BITS
+    CAUSAL: tl.constexpr = MASKING.CAUSAL
+    QUADRATIC: tl.constexpr = ARITHMETIC.QUADRATIC
+    NEAREST: tl.constexpr = ARITHMETIC.NEAREST
+    OFFSET: tl.constexpr = ARITHMETIC.OFFSET
+    FLOOR_OUTPUT: tl.constexpr = ARITHMETIC.FLOOR_OUTPUT
+    MASK: tl.constexpr = MASKING.MASK
     z = tl.program_id(2).to(tl.int64)
     h = tl.program_id(1)
-    kv_head = h // HEADS.GROUP
-    d = tl.arange(0, HEADS.BLOCK_D)
-    dv = tl.arange(0, HEADS.BLOCK_DV)
+    kv_head = h // GROUP
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
     q_base = q_ptr + z * strides.q_stride_z + h * strides.q_stride_h
     k_base = k_ptr + z * strides.k_stride_z + kv_head * strides.k_stride_h
     v_base = v_ptr + z * strides.v_stride_z + kv_head * strides.v_stride_h
@@ -188,35 +215,35 @@ def short_kernel(
     vs_base = vs_ptr + z * strides.vs_stride_z + kv_head * strides.vs_stride_h
     os_base = os_ptr + z * strides.os_stride_z + h * strides.os_stride_h
     vo_base = vo_ptr + z * strides.vo_stride_z + kv_head * strides.vo_stride_h
-    mask_base = mask_pointer(mask_ptr, z, h, strides.mask_stride_z, strides.mask_stride_h, MASKING.MASK_PERIOD)
+    mask_base = mask_pointer(mask_ptr, z, h, strides.mask_stride_z, strides.mask_stride_h, MASK_PERIOD)
     blocks = tl.cdiv(numbers.queries, BLOCK_M)
     # output factors are formed once, before the loop, if there is one per channel or if rows are short and blocks many
-    EARLY: tl.constexpr = GIVEN.VALUE_CHANNEL or GIVEN.OUTPUT_CHANNEL or GIVEN.VALUE_OFFSET or TILES == 1
+    EARLY: tl.constexpr = VALUE_CHANNEL or OUTPUT_CHANNEL or VALUE_OFFSET or TILES == 1
 
-    if GIVEN.QUANTIZE:
+    if QUANTIZE:
         # all loads are issued before the first use, and one reduction finds all ranges
-        place = mask_pointer(place_ptr, z, kv_head, numbers.place_stride_z, numbers.place_stride_h, MASKING.MASK_PERIOD)
+        place = mask_pointer(place_ptr, z, kv_head, numbers.place_stride_z, numbers.place_stride_h, MASK_PERIOD)
         ka, kb, kc, kd = _load_quads(
-            k_base, strides.k_stride_n, strides.k_stride_d, place, 0, KEYS, d, HEADS.HEAD_DIM, BLOCK_N, True, True, GIVEN.PLACES
+            k_base, strides.k_stride_n, strides.k_stride_d, place, 0, KEYS, d, HEAD_DIM, BLOCK_N, True, True, PLACES
         )  # fmt: skip
         va, vb, vc, vd = _load_quads(
-            v_base, strides.v_stride_n, strides.v_stride_d, place, 0, KEYS, dv, HEADS.VALUE_DIM, BLOCK_N, False,
-            GIVEN.VALUE_OFFSET, GIVEN.PLACES,
+            v_base, strides.v_stride_n, strides.v_stride_d, place, 0, KEYS, dv, VALUE_DIM, BLOCK_N, False,
+            VALUE_OFFSET, PLACES,
         )  # fmt: skip
         if TILES == 2:
             ke, kf, kg, kh = _load_quads(
-                k_base, strides.k_stride_n, strides.k_stride_d, place, BLOCK_N, KEYS, d, HEADS.HEAD_DIM, BLOCK_N, True, True,
-                GIVEN.PLACES,
+                k_base, strides.k_stride_n, strides.k_stride_d, place, BLOCK_N, KEYS, d, HEAD_DIM, BLOCK_N, True, True,
+                PLACES,
             )  # fmt: skip
             ve, vf, vg, vh = _load_quads(
-                v_base, strides.v_stride_n, strides.v_stride_d, place, BLOCK_N, KEYS, dv, HEADS.VALUE_DIM, BLOCK_N, False,
-                GIVEN.VALUE_OFFSET, GIVEN.PLACES,
+                v_base, strides.v_stride_n, strides.v_stride_d, place, BLOCK_N, KEYS, dv, VALUE_DIM, BLOCK_N, False,
+                VALUE_OFFSET, PLACES,
             )  # fmt: skip
         low, high = _lowest_of_four(ka, kb, kc, kd, GUARD), _highest_of_four(ka, kb, kc, kd, GUARD)
         if TILES == 2:
             low = lower(low, _lowest_of_four(ke, kf, kg, kh, GUARD), GUARD)
             high = higher(high, _highest_of_four(ke, kf, kg, kh, GUARD), GUARD)
-        if GIVEN.VALUE_OFFSET:
+        if VALUE_OFFSET:
             value_low, value_high = _lowest_of_four(va, vb, vc, vd, GUARD), _highest_of_four(va, vb, vc, vd, GUARD)
             if TILES == 2:
                 value_low = lower(value_low, _lowest_of_four(ve, vf, vg, vh, GUARD), GUARD)
@@ -228,21 +255,21 @@ def short_kernel(
             most = _largest_of_four(va, vb, vc, vd, GUARD)
             if TILES == 2:
                 most = higher(most, _largest_of_four(ve, vf, vg, vh, GUARD), GUARD)
-        if GIVEN.VALUE_OFFSET:
+        if VALUE_OFFSET:
             pass
-        elif HEADS.BLOCK_D == HEADS.BLOCK_DV and not GUARD:
+        elif BLOCK_D == BLOCK_DV and not GUARD:
             low, high, most = tl.reduce((low.to(tl.float32), high.to(tl.float32), most.to(tl.float32)), 0, _combine_ranges)
         else:
             low, high = lowest(low.to(tl.float32), 0, GUARD), highest(high.to(tl.float32), 0, GUARD)
             most = highest(most.to(tl.float32), 0, GUARD)
         middle = low * 0.5 + high * 0.5
-        if GIVEN.CENTER:
+        if CENTER:
             low, high = low - middle, high - middle
         amplitude = highest(nan_max(tl.abs(low), tl.abs(high)), 0, GUARD)
-        if not GIVEN.VALUE_CHANNEL:
-            most = tl.zeros((HEADS.BLOCK_DV,), tl.float32) + highest(most, 0, GUARD)
+        if not VALUE_CHANNEL:
+            most = tl.zeros((BLOCK_DV,), tl.float32) + highest(most, 0, GUARD)
         key_scale = amplitude_to_scale(tl.zeros((1, 1), tl.float32) + amplitude)
-        if GIVEN.VALUE_OFFSET:
+        if VALUE_OFFSET:
             value_scale = least_to_scale(most)[None, :]
         else:
             value_scale = amplitude_to_scale(most)[None, :]
@@ -250,32 +277,30 @@ def short_kernel(
         key_bits = tl.max(tl.max(key_scale.to(tl.int32, bitcast=True), 0), 0)
         middle = middle[None, :]
         value_zero, value_offset = 0.0, 0
-        if GIVEN.VALUE_OFFSET:
+        if VALUE_OFFSET:
             value_zero = zero_point(value_middle[None, :], value_inverse, GUARD)
             value_offset = value_zero * value_scale
-        k0 = tl.trans(_quantize_quads(ka, kb, kc, kd, middle, key_inverse, GIVEN.CENTER, BLOCK_N, HEADS.BLOCK_D, GUARD))
-        v0 = _quantize_values(
-            va, vb, vc, vd, value_inverse, value_zero, GIVEN.VALUE_OFFSET, 0, KEYS, BLOCK_N, HEADS.BLOCK_DV, GUARD
-        )
+        k0 = tl.trans(_quantize_quads(ka, kb, kc, kd, middle, key_inverse, CENTER, BLOCK_N, BLOCK_D, GUARD))
+        v0 = _quantize_values(va, vb, vc, vd, value_inverse, value_zero, VALUE_OFFSET, 0, KEYS, BLOCK_N, BLOCK_DV, GUARD)
         if TILES == 2:
-            k1 = tl.trans(_quantize_quads(ke, kf, kg, kh, middle, key_inverse, GIVEN.CENTER, BLOCK_N, HEADS.BLOCK_D, GUARD))
+            k1 = tl.trans(_quantize_quads(ke, kf, kg, kh, middle, key_inverse, CENTER, BLOCK_N, BLOCK_D, GUARD))
             v1 = _quantize_values(
-                ve, vf, vg, vh, value_inverse, value_zero, GIVEN.VALUE_OFFSET, BLOCK_N, KEYS, BLOCK_N, HEADS.BLOCK_DV, GUARD
+                ve, vf, vg, vh, value_inverse, value_zero, VALUE_OFFSET, BLOCK_N, KEYS, BLOCK_N, BLOCK_DV, GUARD
             )
-        if not GIVEN.QUERY_TOKEN:
+        if not QUERY_TOKEN:
             # one scale for the head's numbers.queries: a pass over them to find it
-            query_amplitude = tl.zeros((BLOCK_M, HEADS.BLOCK_D), tl.float32)
+            query_amplitude = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
             for block in range(blocks):
                 rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
                 q = _load_rows(
-                    q_base, strides.q_stride_n, strides.q_stride_d, 0, rows, numbers.queries, d, HEADS.HEAD_DIM, False, False
+                    q_base, strides.q_stride_n, strides.q_stride_d, 0, rows, numbers.queries, d, HEAD_DIM, False, False
                 )
                 query_amplitude = nan_max(query_amplitude, tl.abs(q.to(tl.float32)))
             query_amplitude = highest(highest(query_amplitude, 1, GUARD), 0, GUARD)
             head_scale = amplitude_to_scale(tl.zeros((BLOCK_M, 1), tl.float32) + query_amplitude)
     else:
         n0 = key_order(tl.arange(0, BLOCK_N))
-        k0 = load_key(k_base, strides.k_stride_n, strides.k_stride_d, n0, d, KEYS, HEADS.HEAD_DIM, HEADS.BLOCK_D, TILES == 2)
+        k0 = load_key(k_base, strides.k_stride_n, strides.k_stride_d, n0, d, KEYS, HEAD_DIM, BLOCK_D, TILES == 2)
         v0 = load_value(
             v_base,
             strides.v_stride_n,
@@ -283,47 +308,43 @@ def short_kernel(
             0,
             KEYS,
             dv,
-            HEADS.VALUE_DIM,
-            HEADS.BLOCK_DV,
+            VALUE_DIM,
+            BLOCK_DV,
             BLOCK_N,
-            GIVEN.VALUE_ROWS,
+            VALUE_ROWS,
             TILES == 1,
         )
         if TILES == 2:
-            k1 = load_key(
-                k_base, strides.k_stride_n, strides.k_stride_d, BLOCK_N + n0, d, KEYS, HEADS.HEAD_DIM, HEADS.BLOCK_D, False
-            )
+            k1 = load_key(k_base, strides.k_stride_n, strides.k_stride_d, BLOCK_N + n0, d, KEYS, HEAD_DIM, BLOCK_D, False)
             v1 = load_value(
-                v_base, strides.v_stride_n, strides.v_stride_d, BLOCK_N, KEYS, dv, HEADS.VALUE_DIM, HEADS.BLOCK_DV, BLOCK_N,
-                GIVEN.VALUE_ROWS, True,
+                v_base, strides.v_stride_n, strides.v_stride_d, BLOCK_N, KEYS, dv, VALUE_DIM, BLOCK_DV, BLOCK_N,
+                VALUE_ROWS, True,
             )  # fmt: skip
 
-    if GIVEN.QUANTIZE:
+    if QUANTIZE:
         keys_usable = usable_scale(key_bits)
         key_mantissa, key_exponent = split_scale(key_bits)
         largest = 0
         factor, shift, half = value_scale, value_offset, 0
     else:
-        keys_usable, key_mantissa, key_exponent, largest = column_scales(
-            ks_base, strides.ks_stride_n, KEYS, BLOCK_N, GIVEN.KEY_TOKEN
-        )
+        keys_usable, key_mantissa, key_exponent, largest = column_scales(ks_base, strides.ks_stride_n, KEYS, BLOCK_N, KEY_TOKEN)
         if EARLY:
             factor, shift, half = output_factors(
                 o_ptr, vs_base, strides.vs_stride_d, os_base, strides.os_stride_d, vo_base, strides.vo_stride_d,
-                HEADS.VALUE_DIM, HEADS.BLOCK_DV, GIVEN.VALUE_CHANNEL, GIVEN.OUTPUT_CHANNEL, GIVEN.VALUE_OFFSET, GUARD,
+                VALUE_DIM, BLOCK_DV, VALUE_CHANNEL, OUTPUT_CHANNEL, VALUE_OFFSET, GUARD,
             )  # fmt: skip
     # Keys past the end are copies of the last: V's zero rows keep them out of the numerator, a weight of 0 out of the row sum.
     # With CHECK they are masked.
     ones = tl.full((16, BLOCK_N), 1, tl.int8)
     weight = ones
-    if not MASKING.CHECK and KEYS < TILES * BLOCK_N:
+    if not CHECK and KEYS < TILES * BLOCK_N:
         weight = tl.where((TILES - 1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :] < KEYS, ones, 0)
     # transposed, so that neighbouring keys, which the tensor core reads together, are written together
     ones, weight = tl.trans(ones), tl.trans(weight)
-    offsets = tl.full((BLOCK_M, BLOCK_N), -127 if ARITHMETIC.BITS == 8 else 64, tl.int8)
-    COUNT: tl.constexpr = TILES * BLOCK_N if MASKING.CHECK else KEYS
+    offsets = tl.full((BLOCK_M, BLOCK_N), -127 if BITS == 8 else 64, tl.int8)
+    COUNT: tl.constexpr = TILES * BLOCK_N if CHECK else KEYS
     mean = 0
-    if ARITHMETIC.EXACT:
+    if EXACT:
         sums = tl.sum(v0.to(tl.int32), 0)
         if TILES == 2:
             sums += tl.sum(v1.to(tl.int32), 0)
@@ -333,70 +354,70 @@ def short_kernel(
         rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
         inside = rows < numbers.queries
         q_ptrs = q_base + rows[:, None] * strides.q_stride_n + d[None, :] * strides.q_stride_d
-        q = tl.load(q_ptrs, mask=inside[:, None] & (d[None, :] < HEADS.HEAD_DIM), other=0)
-        if GIVEN.QUANTIZE:
+        q = tl.load(q_ptrs, mask=inside[:, None] & (d[None, :] < HEAD_DIM), other=0)
+        if QUANTIZE:
             x = q.to(tl.float32)
-            if GIVEN.QUERY_TOKEN:
+            if QUERY_TOKEN:
                 query_scale = amplitude_to_scale(highest(tl.abs(x), 1, GUARD))[:, None]
             else:
                 query_scale = head_scale
             q = round_to_int8(x, inverse_scale(query_scale, GUARD), GUARD)
             query_bits = query_scale.to(tl.int32, bitcast=True)
-        elif GIVEN.QUERY_TOKEN:
+        elif QUERY_TOKEN:
             query_bits = tl.load(qs_base + rows * strides.qs_stride_n, mask=inside, other=0x3F800000)[:, None]
         else:
             query_bits = tl.load(qs_base)
-        if (GIVEN.QUANTIZE or GIVEN.QUERY_TOKEN) and not GUARD:
-            query_bits = to_rows(q, query_bits, HEADS.BLOCK_D)
+        if (QUANTIZE or QUERY_TOKEN) and not GUARD:
+            query_bits = to_rows(q, query_bits, BLOCK_D)
         usable = keys_usable & usable_scale(query_bits)
         multiplier, fraction_bits, drop = row_multiplier(
-            query_bits, key_mantissa, key_exponent, numbers.constant_mantissa, numbers.constant_exponent, MASKING.MASK,
-            GIVEN.KEY_TOKEN, ARITHMETIC.COLUMN_BITS, ARITHMETIC.MOST, ARITHMETIC.MOST_BITS, GUARD,
+            query_bits, key_mantissa, key_exponent, numbers.constant_mantissa, numbers.constant_exponent, MASK,
+            KEY_TOKEN, COLUMN_BITS, MOST, MOST_BITS, GUARD,
         )  # fmt: skip
         base = 0.0
-        if MASKING.MASK == "bias" and mask_ptr.dtype.element_ty.is_floating():
+        if MASK == "bias" and mask_ptr.dtype.element_ty.is_floating():
             base, even = bias_bases(
                 mask_base, strides.mask_stride_m, strides.mask_stride_n, rows, numbers.queries, KEYS, BLOCK_M, BLOCK_N, TILES
             )
             multiplier = tl.where(even, 0, multiplier)
         s0 = scores(
             q, k0, ks_base, strides.ks_stride_n, mask_base, strides.mask_stride_m, strides.mask_stride_n, rows, 0,
-            numbers.queries, KEYS, multiplier, fraction_bits, drop, largest, base, BLOCK_M, BLOCK_N, ARITHMETIC.COLUMN_BITS,
-            MASKING.MASK, MASKING.CAUSAL, GIVEN.KEY_TOKEN, MASKING.CHECK, GUARD,
+            numbers.queries, KEYS, multiplier, fraction_bits, drop, largest, base, BLOCK_M, BLOCK_N, COLUMN_BITS,
+            MASK, CAUSAL, KEY_TOKEN, CHECK, GUARD,
         )  # fmt: skip
         row_max = tl.max(s0, 1)[:, None]
         if TILES == 2:
             s1 = scores(
                 q, k1, ks_base, strides.ks_stride_n, mask_base, strides.mask_stride_m, strides.mask_stride_n, rows, BLOCK_N,
-                numbers.queries, KEYS, multiplier, fraction_bits, drop, largest, base, BLOCK_M, BLOCK_N, ARITHMETIC.COLUMN_BITS,
-                MASKING.MASK, MASKING.CAUSAL, GIVEN.KEY_TOKEN, MASKING.CHECK, GUARD,
+                numbers.queries, KEYS, multiplier, fraction_bits, drop, largest, base, BLOCK_M, BLOCK_N, COLUMN_BITS,
+                MASK, CAUSAL, KEY_TOKEN, CHECK, GUARD,
             )  # fmt: skip
             row_max = tl.maximum(row_max, tl.max(s1, 1)[:, None])
         total = tl.zeros((BLOCK_M, 16), tl.int32)
         high_total = tl.zeros((BLOCK_M, 16), tl.int32)
-        accumulator = tl.zeros((BLOCK_M, HEADS.BLOCK_DV), tl.int32)
-        high_part = tl.zeros((BLOCK_M, HEADS.BLOCK_DV), tl.int32)
+        accumulator = tl.zeros((BLOCK_M, BLOCK_DV), tl.int32)
+        high_part = tl.zeros((BLOCK_M, BLOCK_DV), tl.int32)
         word = probability_words(
-            s0, row_max, multiplier, fraction_bits, MASKING.MASK, GIVEN.KEY_TOKEN, ARITHMETIC.QUADRATIC, ARITHMETIC.BITS,
-            ARITHMETIC.NEAREST, ARITHMETIC.OFFSET, MASKING.CHECK, GUARD,
+            s0, row_max, multiplier, fraction_bits, MASK, KEY_TOKEN, QUADRATIC, BITS,
+            NEAREST, OFFSET, CHECK, GUARD,
         )  # fmt: skip
         accumulator, high_part, total, high_total = accumulate(
             word, v0, weight if TILES == 1 else ones, offsets, accumulator, high_part, total, high_total, BLOCK_M, BLOCK_N,
-            ARITHMETIC.BITS, ARITHMETIC.EXACT, ARITHMETIC.BITS != 7, GUARD,
+            BITS, EXACT, BITS != 7, GUARD,
         )  # fmt: skip
         if TILES == 2:
             word = probability_words(
-                s1, row_max, multiplier, fraction_bits, MASKING.MASK, GIVEN.KEY_TOKEN, ARITHMETIC.QUADRATIC, ARITHMETIC.BITS,
-                ARITHMETIC.NEAREST, ARITHMETIC.OFFSET, MASKING.CHECK, GUARD,
+                s1, row_max, multiplier, fraction_bits, MASK, KEY_TOKEN, QUADRATIC, BITS,
+                NEAREST, OFFSET, CHECK, GUARD,
             )  # fmt: skip
             accumulator, high_part, total, high_total = accumulate(
-                word, v1, weight, offsets, accumulator, high_part, total, high_total, BLOCK_M, BLOCK_N, ARITHMETIC.BITS,
-                ARITHMETIC.EXACT, ARITHMETIC.BITS != 7, GUARD,
+                word, v1, weight, offsets, accumulator, high_part, total, high_total, BLOCK_M, BLOCK_N, BITS,
+                EXACT, BITS != 7, GUARD,
             )  # fmt: skip
-        if not GIVEN.QUANTIZE and not EARLY:
+        if not QUANTIZE and not EARLY:
             # one number: cheap to form in every block, and here it is off the critical path
             factor, shift, half = output_factors(
-                o_ptr, vs_base, 0, os_base, 0, vo_base, 0, HEADS.VALUE_DIM, HEADS.BLOCK_DV, False, False, False, GUARD
+                o_ptr, vs_base, 0, os_base, 0, vo_base, 0, VALUE_DIM, BLOCK_DV, False, False, False, GUARD
             )
         o_ptrs = (
             o_ptr
@@ -407,6 +428,6 @@ def short_kernel(
         )
         finish(
             accumulator, high_part, total, high_total, COUNT, mean, row_max, usable, factor, shift, half, o_ptrs,
-            inside[:, None] & (dv[None, :] < HEADS.VALUE_DIM), ARITHMETIC.BITS, ARITHMETIC.EXACT, GIVEN.VALUE_OFFSET,
-            ARITHMETIC.FLOOR_OUTPUT, MASKING.MASK, MASKING.CHECK, GUARD,
+            inside[:, None] & (dv[None, :] < VALUE_DIM), BITS, EXACT, VALUE_OFFSET,
+            FLOOR_OUTPUT, MASK, CHECK, GUARD,
         )  # fmt: skip

@@ -103,6 +103,22 @@ def _add_keys(
     Returns:
         row_max, and each of the sums.
     """
+    HEAD_DIM: tl.constexpr = HEADS.HEAD_DIM
+    BLOCK_D: tl.constexpr = HEADS.BLOCK_D
+    COLUMN_BITS: tl.constexpr = ARITHMETIC.COLUMN_BITS
+    CAUSAL: tl.constexpr = MASKING.CAUSAL
+    KEY_TOKEN: tl.constexpr = GIVEN.KEY_TOKEN
+    CHECK: tl.constexpr = MASKING.CHECK
+    ONLINE: tl.constexpr = ARITHMETIC.ONLINE
+    BLOCK_DV: tl.constexpr = HEADS.BLOCK_DV
+    QUADRATIC: tl.constexpr = ARITHMETIC.QUADRATIC
+    BITS: tl.constexpr = ARITHMETIC.BITS
+    NEAREST: tl.constexpr = ARITHMETIC.NEAREST
+    OFFSET: tl.constexpr = ARITHMETIC.OFFSET
+    VALUE_DIM: tl.constexpr = HEADS.VALUE_DIM
+    VALUE_ROWS: tl.constexpr = GIVEN.VALUE_ROWS
+    EXACT: tl.constexpr = ARITHMETIC.EXACT
+    MASK: tl.constexpr = MASKING.MASK
     k_base, k_stride_n, k_stride_d, ks_base, ks_stride_n = key
     v_base, v_stride_n, v_stride_d = value
     mask_base, mask_stride_m, mask_stride_n = mask
@@ -110,39 +126,37 @@ def _add_keys(
     multiplier, fraction_bits, drop, largest = factors
     accumulator, high, total, high_total, wide = sums
     n = start + key_order(tl.arange(0, BLOCK_N))
-    k = load_key(k_base, k_stride_n, k_stride_d, n, d, keys, HEADS.HEAD_DIM, HEADS.BLOCK_D, INSIDE)
+    k = load_key(k_base, k_stride_n, k_stride_d, n, d, keys, HEAD_DIM, BLOCK_D, INSIDE)
     s = scores(
         q, k, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, start, queries, keys, multiplier,
-        fraction_bits, drop, largest, 0.0, BLOCK_M, BLOCK_N, ARITHMETIC.COLUMN_BITS, MASKING.MASK, MASKING.CAUSAL,
-        GIVEN.KEY_TOKEN, MASKING.CHECK and not INSIDE, GUARD,
+        fraction_bits, drop, largest, 0.0, BLOCK_M, BLOCK_N, COLUMN_BITS, MASK, CAUSAL,
+        KEY_TOKEN, CHECK and not INSIDE, GUARD,
     )  # fmt: skip
-    if ARITHMETIC.ONLINE:
+    if ONLINE:
         new_max = tl.maximum(row_max, tl.max(s, 1)[:, None])
         step = tl.where(row_max != MASKED, new_max - row_max, 0)
-        if GIVEN.KEY_TOKEN and MASKING.MASK != "bias":
+        if KEY_TOKEN and MASK != "bias":
             step = multiply_high(step, multiplier, GUARD)
-        elif MASKING.MASK != "bias":
+        elif MASK != "bias":
             step = step * multiplier
         factor = release_factor(step, fraction_bits, GUARD).to(tl.int64)
         if WIDE_SUMS:
             wide = (wide * factor) >> 24
-            accumulator = tl.zeros((BLOCK_M, HEADS.BLOCK_DV), tl.int32)
+            accumulator = tl.zeros((BLOCK_M, BLOCK_DV), tl.int32)
         else:
             accumulator = ((accumulator.to(tl.int64) * factor) >> 24).to(tl.int32)
         total = ((total.to(tl.int64) * factor) >> 24).to(tl.int32)
         row_max = new_max
     word = probability_words(
-        s, row_max, multiplier, fraction_bits, MASKING.MASK, GIVEN.KEY_TOKEN, ARITHMETIC.QUADRATIC, ARITHMETIC.BITS,
-        ARITHMETIC.NEAREST, ARITHMETIC.OFFSET, MASKING.CHECK and not INSIDE, GUARD,
+        s, row_max, multiplier, fraction_bits, MASK, KEY_TOKEN, QUADRATIC, BITS,
+        NEAREST, OFFSET, CHECK and not INSIDE, GUARD,
     )  # fmt: skip
-    v = load_value(
-        v_base, v_stride_n, v_stride_d, start, keys, dv, HEADS.VALUE_DIM, HEADS.BLOCK_DV, BLOCK_N, GIVEN.VALUE_ROWS, not INSIDE
-    )
+    v = load_value(v_base, v_stride_n, v_stride_d, start, keys, dv, VALUE_DIM, BLOCK_DV, BLOCK_N, VALUE_ROWS, not INSIDE)
     accumulator, high, total, high_total = accumulate(
-        word, v, weight, offsets, accumulator, high, total, high_total, BLOCK_M, BLOCK_N, ARITHMETIC.BITS, ARITHMETIC.EXACT,
+        word, v, weight, offsets, accumulator, high, total, high_total, BLOCK_M, BLOCK_N, BITS, EXACT,
         ADD_OFFSET, GUARD,
     )  # fmt: skip
-    if ARITHMETIC.ONLINE and WIDE_SUMS:
+    if ONLINE and WIDE_SUMS:
         wide += accumulator.to(tl.int64)
     return row_max, accumulator, high, total, high_total, wide
 
@@ -165,25 +179,51 @@ def long_kernel(
     Programs past the end of their sequence's queries take no keys and store nothing. Outputs of sequences of more than ``keys``
     keys are NaN.
     """
+    GROUP: tl.constexpr = HEADS.GROUP
+    WIDE_OFFSETS: tl.constexpr = REACH.WIDE_OFFSETS
+    VARLEN: tl.constexpr = REACH.VARLEN
+    CAUSAL: tl.constexpr = MASKING.CAUSAL
+    VALUE_ROWS: tl.constexpr = GIVEN.VALUE_ROWS
+    BLOCK_D: tl.constexpr = HEADS.BLOCK_D
+    BLOCK_DV: tl.constexpr = HEADS.BLOCK_DV
+    HEAD_DIM: tl.constexpr = HEADS.HEAD_DIM
+    MASK_PERIOD: tl.constexpr = MASKING.MASK_PERIOD
+    QUERY_TOKEN: tl.constexpr = GIVEN.QUERY_TOKEN
+    KEY_TOKEN: tl.constexpr = GIVEN.KEY_TOKEN
+    COLUMN_BITS: tl.constexpr = ARITHMETIC.COLUMN_BITS
+    MOST: tl.constexpr = ARITHMETIC.MOST
+    MOST_BITS: tl.constexpr = ARITHMETIC.MOST_BITS
+    BITS: tl.constexpr = ARITHMETIC.BITS
+    VALUE_SUMS: tl.constexpr = REACH.VALUE_SUMS
+    CHECK: tl.constexpr = MASKING.CHECK
+    ONLINE: tl.constexpr = ARITHMETIC.ONLINE
+    WIDE_SUMS: tl.constexpr = REACH.WIDE_SUMS
+    EXACT: tl.constexpr = ARITHMETIC.EXACT
+    VALUE_DIM: tl.constexpr = HEADS.VALUE_DIM
+    VALUE_CHANNEL: tl.constexpr = GIVEN.VALUE_CHANNEL
+    OUTPUT_CHANNEL: tl.constexpr = GIVEN.OUTPUT_CHANNEL
+    VALUE_OFFSET: tl.constexpr = GIVEN.VALUE_OFFSET
+    FLOOR_OUTPUT: tl.constexpr = ARITHMETIC.FLOOR_OUTPUT
+    MASK: tl.constexpr = MASKING.MASK
     z = tl.program_id(2).to(tl.int64)
     h = tl.program_id(1)
-    kv_head = h // HEADS.GROUP
+    kv_head = h // GROUP
     queries, keys, inverse_count = numbers.queries, numbers.keys, numbers.inverse_count
     q_stride_n, k_stride_n = strides.q_stride_n, strides.k_stride_n
     v_stride_n, o_stride_n = strides.v_stride_n, strides.o_stride_n
     qs_stride_n, ks_stride_n = strides.qs_stride_n, strides.ks_stride_n
     mask_stride_m, mask_stride_n = strides.mask_stride_m, strides.mask_stride_n
-    if REACH.WIDE_OFFSETS:
+    if WIDE_OFFSETS:
         q_stride_n, k_stride_n = tl.cast(q_stride_n, tl.int64), tl.cast(k_stride_n, tl.int64)
         v_stride_n, o_stride_n = tl.cast(v_stride_n, tl.int64), tl.cast(o_stride_n, tl.int64)
         qs_stride_n, ks_stride_n = tl.cast(qs_stride_n, tl.int64), tl.cast(ks_stride_n, tl.int64)
         mask_stride_m, mask_stride_n = tl.cast(mask_stride_m, tl.int64), tl.cast(mask_stride_n, tl.int64)
-    if REACH.VARLEN:
+    if VARLEN:
         most_keys = keys
         first_q, queries = packed_sequence(cu_q_ptr, z)
         first_k, keys = packed_sequence(cu_k_ptr, z)
         too_many = keys > most_keys
-        if MASKING.CAUSAL:
+        if CAUSAL:
             # keys past the last query do not exist
             keys = tl.minimum(keys, queries)
         few_keys = keys <= MOST_ROUNDED_KEYS
@@ -192,48 +232,48 @@ def long_kernel(
         keys = tl.where(tl.program_id(0) * BLOCK_M < queries, keys, 0)
         q_ptr += first_q * q_stride_n
         k_ptr += first_k * k_stride_n
-        v_ptr += first_k * v_stride_n if GIVEN.VALUE_ROWS else packed_start(first_k, z)
+        v_ptr += first_k * v_stride_n if VALUE_ROWS else packed_start(first_k, z)
         o_ptr += first_q * o_stride_n
         qs_ptr += first_q * qs_stride_n
         ks_ptr += first_k * ks_stride_n
     else:
         few_keys = False
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    d = tl.arange(0, HEADS.BLOCK_D)
-    dv = tl.arange(0, HEADS.BLOCK_DV)
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
     inside = rows < queries
 
     q_ptrs = (
         q_ptr + z * strides.q_stride_z + h * strides.q_stride_h + rows[:, None] * q_stride_n + d[None, :] * strides.q_stride_d
     )
-    q = tl.load(q_ptrs, mask=inside[:, None] & (d[None, :] < HEADS.HEAD_DIM), other=0)
+    q = tl.load(q_ptrs, mask=inside[:, None] & (d[None, :] < HEAD_DIM), other=0)
     k_base = k_ptr + z * strides.k_stride_z + kv_head * strides.k_stride_h
     v_base = v_ptr + z * strides.v_stride_z + kv_head * strides.v_stride_h
     ks_base = ks_ptr.to(tl.pointer_type(tl.int32)) + z * strides.ks_stride_z + kv_head * strides.ks_stride_h
-    mask_base = mask_pointer(mask_ptr, z, h, strides.mask_stride_z, strides.mask_stride_h, MASKING.MASK_PERIOD)
+    mask_base = mask_pointer(mask_ptr, z, h, strides.mask_stride_z, strides.mask_stride_h, MASK_PERIOD)
     qs_base = qs_ptr.to(tl.pointer_type(tl.int32)) + z * strides.qs_stride_z + h * strides.qs_stride_h
-    if GIVEN.QUERY_TOKEN:
+    if QUERY_TOKEN:
         query_bits = tl.load(qs_base + rows * qs_stride_n, mask=inside, other=0x3F800000)[:, None]
     else:
         query_bits = tl.load(qs_base)
-    if GIVEN.QUERY_TOKEN and HEADS.BLOCK_D <= 128 and not GUARD:
-        query_bits = to_rows(q, query_bits, HEADS.BLOCK_D)
-    usable, key_mantissa, key_exponent, largest = column_scales(ks_base, ks_stride_n, keys, BLOCK_N, GIVEN.KEY_TOKEN)
+    if QUERY_TOKEN and BLOCK_D <= 128 and not GUARD:
+        query_bits = to_rows(q, query_bits, BLOCK_D)
+    usable, key_mantissa, key_exponent, largest = column_scales(ks_base, ks_stride_n, keys, BLOCK_N, KEY_TOKEN)
     usable = usable & usable_scale(query_bits)
-    if REACH.VARLEN:
+    if VARLEN:
         # without keys an output is 0, whatever the query; where there are more than was said not all may be quantised
         usable = (usable & (too_many == 0)) | no_keys
     multiplier, fraction_bits, drop = row_multiplier(
-        query_bits, key_mantissa, key_exponent, numbers.constant_mantissa, numbers.constant_exponent, MASKING.MASK,
-        GIVEN.KEY_TOKEN, ARITHMETIC.COLUMN_BITS, ARITHMETIC.MOST, ARITHMETIC.MOST_BITS, GUARD,
+        query_bits, key_mantissa, key_exponent, numbers.constant_mantissa, numbers.constant_exponent, MASK,
+        KEY_TOKEN, COLUMN_BITS, MOST, MOST_BITS, GUARD,
     )  # fmt: skip
-    if REACH.VARLEN and GIVEN.KEY_TOKEN:
+    if VARLEN and KEY_TOKEN:
         # One key is one scale for the head, whatever other sequences have. Its weight has the exponent 0 in any unit; only the
         # fraction bits of that count.
         mantissa, exponent = split_scale(tl.load(ks_base, mask=keys == 1, other=0x3F800000))
         _, narrow_bits, _ = row_multiplier(
-            query_bits, mantissa, exponent, numbers.constant_mantissa, numbers.constant_exponent, MASKING.MASK, False,
-            ARITHMETIC.COLUMN_BITS, ARITHMETIC.MOST, ARITHMETIC.MOST_BITS, GUARD,
+            query_bits, mantissa, exponent, numbers.constant_mantissa, numbers.constant_exponent, MASK, False,
+            COLUMN_BITS, MOST, MOST_BITS, GUARD,
         )  # fmt: skip
         fraction_bits = tl.where(keys == 1, narrow_bits, fraction_bits)
 
@@ -241,34 +281,34 @@ def long_kernel(
     # row sums are a product with a matrix of ones, which costs the tensor core next to nothing
     total = tl.zeros((BLOCK_M, 16), tl.int32)
     high_total = tl.zeros((BLOCK_M, 16), tl.int32)
-    accumulator = tl.zeros((BLOCK_M, HEADS.BLOCK_DV), tl.int32)
-    high = tl.zeros((BLOCK_M, HEADS.BLOCK_DV), tl.int32)
-    offsets = tl.full((BLOCK_M, BLOCK_N), -127 if ARITHMETIC.BITS == 8 else 64, tl.int8)
+    accumulator = tl.zeros((BLOCK_M, BLOCK_DV), tl.int32)
+    high = tl.zeros((BLOCK_M, BLOCK_DV), tl.int32)
+    offsets = tl.full((BLOCK_M, BLOCK_N), -127 if BITS == 8 else 64, tl.int8)
     ones = tl.full((BLOCK_N, 16), 1, tl.int8)
-    ADD_OFFSET: tl.constexpr = ARITHMETIC.BITS != 7 and not REACH.VALUE_SUMS
+    ADD_OFFSET: tl.constexpr = BITS != 7 and not VALUE_SUMS
     # Keys past the end are copies of the last: V's zero rows keep them out of the numerator, a weight of 0 out of the row sum.
     # With CHECK they are masked.
-    if MASKING.CHECK:
+    if CHECK:
         weight = ones
     else:
         weight = tl.where((keys & (-BLOCK_N)) + tl.arange(0, BLOCK_N)[:, None] < keys, ones, 0)
 
     last = keys
     full = keys & (-BLOCK_N)
-    if MASKING.CAUSAL:
+    if CAUSAL:
         last = tl.minimum(keys, (tl.program_id(0) + 1) * BLOCK_M)
         full = tl.minimum(full, (tl.program_id(0) * BLOCK_M) & (-BLOCK_N))
-    if MASKING.MASK != "none":
+    if MASK != "none":
         full = 0
-    if not ARITHMETIC.ONLINE:
+    if not ONLINE:
         for phase in tl.static_range(2):
             for start in range(0 if phase == 0 else full, full if phase == 0 else last, BLOCK_N):
                 n = start + key_order(tl.arange(0, BLOCK_N))
-                k = load_key(k_base, k_stride_n, strides.k_stride_d, n, d, keys, HEADS.HEAD_DIM, HEADS.BLOCK_D, phase == 0)
+                k = load_key(k_base, k_stride_n, strides.k_stride_d, n, d, keys, HEAD_DIM, BLOCK_D, phase == 0)
                 s = scores(
                     q, k, ks_base, ks_stride_n, mask_base, mask_stride_m, mask_stride_n, rows, start, queries, keys, multiplier,
-                    fraction_bits, drop, largest, 0.0, BLOCK_M, BLOCK_N, ARITHMETIC.COLUMN_BITS, MASKING.MASK, MASKING.CAUSAL,
-                    GIVEN.KEY_TOKEN, MASKING.CHECK and phase == 1, GUARD,
+                    fraction_bits, drop, largest, 0.0, BLOCK_M, BLOCK_N, COLUMN_BITS, MASK, CAUSAL,
+                    KEY_TOKEN, CHECK and phase == 1, GUARD,
                 )  # fmt: skip
                 row_max = tl.maximum(row_max, tl.max(s, 1)[:, None])
     key = k_base, k_stride_n, strides.k_stride_d, ks_base, ks_stride_n
@@ -276,8 +316,8 @@ def long_kernel(
     mask = mask_base, mask_stride_m, mask_stride_n
     factors = multiplier, fraction_bits, drop, largest
     # rows of up to SECTION_KEYS keys are one section
-    if REACH.WIDE_SUMS:
-        sums_of_sections = tl.zeros((BLOCK_M, HEADS.BLOCK_DV), tl.int64)
+    if WIDE_SUMS:
+        sums_of_sections = tl.zeros((BLOCK_M, BLOCK_DV), tl.int64)
         for section in range(0, last, SECTION_KEYS):
             stop = tl.minimum(section + SECTION_KEYS, last)
             middle = tl.maximum(section, tl.minimum(full, stop))
@@ -288,12 +328,12 @@ def long_kernel(
                         offsets, row_max, (accumulator, high, total, high_total, sums_of_sections), phase == 0, True,
                         ADD_OFFSET, BLOCK_M, BLOCK_N, HEADS, MASKING, ARITHMETIC, GIVEN, GUARD,
                     )  # fmt: skip
-            if not ARITHMETIC.ONLINE:
+            if not ONLINE:
                 sums_of_sections += accumulator.to(tl.int64)
-                accumulator = tl.zeros((BLOCK_M, HEADS.BLOCK_DV), tl.int32)
-            if ARITHMETIC.BITS == 15:
+                accumulator = tl.zeros((BLOCK_M, BLOCK_DV), tl.int32)
+            if BITS == 15:
                 sums_of_sections += high.to(tl.int64) * 256
-                high = tl.zeros((BLOCK_M, HEADS.BLOCK_DV), tl.int32)
+                high = tl.zeros((BLOCK_M, BLOCK_DV), tl.int32)
         accumulator = sums_of_sections
     else:
         for phase in tl.static_range(2):
@@ -304,19 +344,19 @@ def long_kernel(
                     MASKING, ARITHMETIC, GIVEN, GUARD,
                 )  # fmt: skip
     count = keys
-    if MASKING.CHECK:
+    if CHECK:
         count = tl.cdiv(last, BLOCK_N) * BLOCK_N
 
     mean = 0
-    if ARITHMETIC.EXACT or (ARITHMETIC.BITS != 7 and REACH.VALUE_SUMS):
+    if EXACT or (BITS != 7 and VALUE_SUMS):
         part = tl.arange(0, CHUNKS)[:, None]
-        at = ((z * tl.num_programs(1) // HEADS.GROUP + kv_head) * numbers.parts + part) * HEADS.VALUE_DIM + dv[None, :]
-        sums = tl.sum(tl.load(sums_ptr + at, mask=(part < numbers.parts) & (dv[None, :] < HEADS.VALUE_DIM), other=0), 0)
-        if REACH.VALUE_SUMS:
-            accumulator += (128 if ARITHMETIC.BITS == 15 else -127) * sums[None, :].to(accumulator.dtype)
-        if ARITHMETIC.EXACT:
+        at = ((z * tl.num_programs(1) // GROUP + kv_head) * numbers.parts + part) * VALUE_DIM + dv[None, :]
+        sums = tl.sum(tl.load(sums_ptr + at, mask=(part < numbers.parts) & (dv[None, :] < VALUE_DIM), other=0), 0)
+        if VALUE_SUMS:
+            accumulator += (128 if BITS == 15 else -127) * sums[None, :].to(accumulator.dtype)
+        if EXACT:
             mean = twice_mean(sums, inverse_count, GUARD)[None, :]
-    if ARITHMETIC.ONLINE:
+    if ONLINE:
         # ScaleRelease rounds O and l down separately, which can leave |O| a few units above 128 l
         most = 128 * tl.max(total, 1)[:, None].to(accumulator.dtype)
         accumulator = tl.minimum(tl.maximum(accumulator, -most), most)
@@ -326,11 +366,11 @@ def long_kernel(
     factor, shift, half = output_factors(
         o_ptr, vs_ptr + z * strides.vs_stride_z + kv_head * strides.vs_stride_h, strides.vs_stride_d,
         os_ptr + z * strides.os_stride_z + h * strides.os_stride_h, strides.os_stride_d,
-        vo_ptr + z * strides.vo_stride_z + kv_head * strides.vo_stride_h, strides.vo_stride_d, HEADS.VALUE_DIM, HEADS.BLOCK_DV,
-        GIVEN.VALUE_CHANNEL, GIVEN.OUTPUT_CHANNEL, GIVEN.VALUE_OFFSET, GUARD,
+        vo_ptr + z * strides.vo_stride_z + kv_head * strides.vo_stride_h, strides.vo_stride_d, VALUE_DIM, BLOCK_DV,
+        VALUE_CHANNEL, OUTPUT_CHANNEL, VALUE_OFFSET, GUARD,
     )  # fmt: skip
     finish(
         accumulator, high, total, high_total, count, mean, row_max, usable, factor, shift, half, o_ptrs,
-        inside[:, None] & (dv[None, :] < HEADS.VALUE_DIM), ARITHMETIC.BITS, ARITHMETIC.EXACT, GIVEN.VALUE_OFFSET,
-        ARITHMETIC.FLOOR_OUTPUT, MASKING.MASK, MASKING.CHECK, GUARD, REACH.WIDE_SUMS, REACH.VARLEN, few_keys,
+        inside[:, None] & (dv[None, :] < VALUE_DIM), BITS, EXACT, VALUE_OFFSET,
+        FLOOR_OUTPUT, MASK, CHECK, GUARD, WIDE_SUMS, VARLEN, few_keys,
     )  # fmt: skip

@@ -51,17 +51,24 @@ def int8_linear_kernel(
     x is int8 or int16 (rows, inputs), the weights int8 (outputs, inputs), residual int16 and output (rows, outputs), all
     contiguous. EPILOGUE and PLAN are of :mod:`..launch_arguments`.
     """
-    m = tl.program_id(0).to(tl.int64) * PLAN.BLOCK_M + tl.arange(0, PLAN.BLOCK_M)
-    n = tl.program_id(1) * PLAN.BLOCK_N + tl.arange(0, PLAN.BLOCK_N)
-    k = tl.arange(0, PLAN.BLOCK_K)
+    BLOCK_M: tl.constexpr = PLAN.BLOCK_M
+    BLOCK_N: tl.constexpr = PLAN.BLOCK_N
+    BLOCK_K: tl.constexpr = PLAN.BLOCK_K
+    WHOLE: tl.constexpr = PLAN.WHOLE
+    PLACES: tl.constexpr = EPILOGUE.PLACES
+    RESIDUAL: tl.constexpr = EPILOGUE.RESIDUAL
+    ACTIVATION: tl.constexpr = EPILOGUE.ACTIVATION
+    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
     here, inside = m < rows, n < outputs
     x_ptrs = x_ptr + m[:, None] * inputs + k[None, :]
     weight_ptrs = weight_ptr + n[None, :].to(tl.int64) * inputs + k[:, None]
-    sums = tl.zeros((PLAN.BLOCK_M, PLAN.BLOCK_N), tl.int32)
+    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     WIDE: tl.constexpr = x_ptr.dtype.element_ty == tl.int16
-    low = tl.zeros((PLAN.BLOCK_M if WIDE else 1, PLAN.BLOCK_N), tl.int32)
-    for start in range(0, inputs, PLAN.BLOCK_K):
-        if PLAN.WHOLE:
+    low = tl.zeros((BLOCK_M if WIDE else 1, BLOCK_N), tl.int32)
+    for start in range(0, inputs, BLOCK_K):
+        if WHOLE:
             x = tl.load(x_ptrs, mask=here[:, None], other=0)
             weight = tl.load(weight_ptrs, mask=inside[None, :], other=0)
         else:
@@ -74,28 +81,28 @@ def int8_linear_kernel(
             sums = tl.dot((x >> 8).to(tl.int8), weight, sums, out_dtype=tl.int32)
         else:
             sums = tl.dot(x, weight, sums, out_dtype=tl.int32)
-        x_ptrs += PLAN.BLOCK_K
-        weight_ptrs += PLAN.BLOCK_K
+        x_ptrs += BLOCK_K
+        weight_ptrs += BLOCK_K
     if WIDE:
         sums = (sums << 8) + low
     bias = tl.load(bias_ptr + n, mask=inside, other=0)
     multiplier = tl.load(multiplier_ptr + n, mask=inside, other=0)
     y = multiply_round((sums << left) + bias[None, :], multiplier[None, :], GUARD)
-    if EPILOGUE.PLACES != "":
+    if PLACES != "":
         to, beside, here = places_of(
             m, rows, places_ptr, tokens, image_inverse, image_bits, out_tokens, first, residual_tokens,
-            EPILOGUE.PLACES == "table",
+            PLACES == "table",
         )  # fmt: skip
     else:
         to, beside = m, m
     there = here[:, None] & inside[None, :]
     at = to[:, None] * outputs + n[None, :]
-    if EPILOGUE.RESIDUAL:
+    if RESIDUAL:
         y += tl.load(residual_ptr + beside[:, None] * outputs + n[None, :], mask=there, other=0).to(tl.int32)
-    if EPILOGUE.ACTIVATION != "":
+    if ACTIVATION != "":
         activation_multiplier = tl.load(activation_multiplier_ptr + n, mask=inside, other=0)
         activation_offset = tl.load(activation_offset_ptr + n, mask=inside, other=0)
-        y = activate(y, EPILOGUE.ACTIVATION) * activation_multiplier[None, :] + activation_offset[None, :]
+        y = activate(y, ACTIVATION) * activation_multiplier[None, :] + activation_offset[None, :]
         out = saturate(y >> activation_constant, tl.int8, GUARD)
     else:
         out = saturate(y, o_ptr.dtype.element_ty, GUARD)

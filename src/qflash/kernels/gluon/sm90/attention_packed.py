@@ -23,16 +23,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from ...common.fixed_point import inverse_of_count, split_scale, twice_mean, usable_scale
-from ...common.quantize_ops import amplitude_to_scale, higher, inverse_scale, least_to_scale, lower
+from ...common.fixed_point import inverse_of_count, twice_mean
+from ...common.quantize_ops import amplitude_to_scale, higher, inverse_scale, lower
 from ...common.tile_ops import inverse_key_order, packed_sequence
-from ..ptx_ops import (
-    as_float32,
-    round_centered,
-    round_to_int8,
-    to_shared,
-    zero_point,
-)
+from ..ptx_ops import as_float32, int8_values, round_to_int8, score_scales, to_shared, value_scale, zero_point
 from ..releases import barrier
 from .layouts import (
     channel_spans,
@@ -146,10 +140,7 @@ def _fill_tile(
     if CENTER:
         y = y - beside_tile(middle, y)
     k_smem.index(tile).store(round_to_int8(y, inverse))
-    if VALUE_OFFSET:
-        rounded = round_centered(x, beside_tile(value_inverse, x), beside_tile(zero, x))
-    else:
-        rounded = round_to_int8(x, beside_tile(value_inverse, x))
+    rounded = int8_values(x, beside_tile(value_inverse, x), beside_tile(zero, x), VALUE_OFFSET)
     v_smem.index(tile).permute((1, 0)).store(to_fragment_order(_without_padding(rounded, tile, keys, BLOCK_N), 1))
 
 
@@ -165,10 +156,7 @@ def _fill_span(
     loaded again.
     """
     middle, value_middle, most, first = found
-    if VALUE_OFFSET:
-        scale = least_to_scale(most)
-    else:
-        scale = amplitude_to_scale(most)
+    scale = value_scale(most, VALUE_OFFSET)
     value_inverse = inverse_scale(scale, False)
     zero = value_inverse
     if VALUE_OFFSET:
@@ -275,9 +263,8 @@ def packed_hopper_kernel(
         span_sums, span_means = _sums_of_span(v_smem[c], tiles, inverse_count, WARPS)
         sums, means = sums + (span_sums,), means + (span_means,)
     barrier()
-    keys_usable = usable_scale(key_bits) & (too_many == 0)
-    key_mantissa, key_exponent = split_scale(key_bits)
-    query_scales = keys_usable, (0, 0, 0), (key_mantissa, key_exponent, constant_mantissa, constant_exponent)
+    usable, row, units = score_scales(key_bits, key_bits, constant_mantissa, constant_exponent, RECIPE)
+    query_scales = usable & (too_many == 0), row, units
     store = PackedKeys(k_smem, v_smem, keys, BLOCK_N, (1, 1, 1), (0, 0, 0))
     output = means, factors, o_base
     for each in range(block, blocks):

@@ -46,13 +46,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ... import tiles
 from ...common.dependent_launch import wait_for_kernels
-from ...common.fixed_point import split_scale, twice_mean, usable_scale
+from ...common.fixed_point import twice_mean
 from ...common.quantize_ops import amplitude_to_scale, nan_max
 from ..ptx_ops import (
     keep_apart,
     output_factors,
     raised_if_needed,
-    row_factors,
+    score_scales,
     wait_for_copies,
 )
 from ..releases import barrier
@@ -405,12 +405,7 @@ def _head(
             for c in gl.static_range(COUNT):
                 v_smem[i][c].permute((1, 0)).store(to_fragment_order(v[i][c], ACROSS))
         wait_for_copies(queries)
-    keys_usable = usable_scale(key_bits)
-    key_mantissa, key_exponent = split_scale(key_bits)
-    units = key_mantissa, key_exponent, constant_mantissa, constant_exponent
-    row = 0, 0, 0
-    if not RECIPE.QUERY_TOKEN:
-        row = row_factors(head_bits, units, "none", RECIPE.MOST, RECIPE.MOST_BITS)
+    query_scales = score_scales(key_bits, head_bits, constant_mantissa, constant_exponent, RECIPE)
     if PLAN.TAIL:
         last_smem = ()
         for c in gl.static_range(COUNT):
@@ -452,7 +447,6 @@ def _head(
 
     exchange = p_smem, most_smem, total_smem, fine_smem
     output = means, factors, o_base
-    query_scales = keys_usable, row, units
     if EARLY:
         _attend_in_registers(
             q, scores, query_bits, query_scales, v_smem, exchange, sums, output, STRIDES.o[2], block * BLOCK_M, queries,

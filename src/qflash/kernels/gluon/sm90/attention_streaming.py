@@ -41,12 +41,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ... import tiles
-from ...common.fixed_point import inverse_of_count, split_scale, twice_mean, usable_scale
+from ...common.fixed_point import inverse_of_count, twice_mean
 from ...common.quantize_ops import CHUNKS
 from ...common.tile_ops import channel_of_row, packed_sequence, packed_start
 from ..ptx_ops import (
     output_factors,
-    row_factors,
+    score_scales,
     to_shared,
 )
 from ..releases import barrier
@@ -225,12 +225,8 @@ def long_hopper_kernel(
             operand[c].store(q[c])
         fence_async_shared()
         barrier()
-    key_mantissa, key_exponent = split_scale(key_bits)
-    units = key_mantissa, key_exponent, constant.constant_mantissa, constant.constant_exponent
-    row = 0, 0, 0
-    if not RECIPE.QUERY_TOKEN:
-        row = row_factors(query_bits, units, "none", RECIPE.MOST, RECIPE.MOST_BITS)
-    usable, multiplier, fraction_bits = query_factors(query_bits, (usable_scale(key_bits), row, units), RECIPE)
+    scores = score_scales(key_bits, query_bits, constant.constant_mantissa, constant.constant_exponent, RECIPE)
+    usable, multiplier, fraction_bits = query_factors(query_bits, scores, RECIPE)
     if RING.VARLEN:
         usable = usable & (keys <= most_keys)
     narrow = 0

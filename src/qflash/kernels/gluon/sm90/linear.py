@@ -141,6 +141,7 @@ def _store_tile(
     sums, m, n, numbers, places, EPILOGUE: gl.constexpr, EVEN: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr
 ):
     """Take the sums of tile (m, n) through the epilogue to memory."""
+    ACTIVATION: gl.constexpr = EPILOGUE.ACTIVATION
     constants, residual_ptr, o_ptr, rows, outputs, left, activation_constant = numbers
     bias_ptr, multiplier_ptr, activation_multiplier_ptr, activation_offset_ptr = constants
     BLOCK_M: gl.constexpr = sums.shape[0]
@@ -172,12 +173,10 @@ def _store_tile(
     at = to[:, None] * outputs + columns[None, :]
     if EPILOGUE.RESIDUAL:
         y += gl.load(residual_ptr + (beside[:, None] * outputs + columns[None, :]), mask=there, other=0).to(gl.int32)
-    if EPILOGUE.ACTIVATION != "":
+    if ACTIVATION != "":
         activation_multiplier = _constants(activation_multiplier_ptr, columns, outputs, EVEN)
         activation_offset = _constants(activation_offset_ptr, columns, outputs, EVEN)
-        y = (
-            _activate(y, EPILOGUE.ACTIVATION) * activation_multiplier[None, :] + activation_offset[None, :]
-        ) >> activation_constant
+        y = (_activate(y, ACTIVATION) * activation_multiplier[None, :] + activation_offset[None, :]) >> activation_constant
     _store(o_ptr, at, y, there)
 
 
@@ -248,17 +247,22 @@ def hopper_linear_kernel(
     gate the second, of which ``weight_desc`` has the weights of a gate and of its value as neighbours; the output is (rows,
     outputs / 2).
     """
+    BLOCK_N: gl.constexpr = PLAN.BLOCK_N
+    STAGES: gl.constexpr = PLAN.STAGES
+    BLOCK_M: gl.constexpr = PLAN.BLOCK_M
+    BLOCK_K: gl.constexpr = PLAN.BLOCK_K
+    GROUP: gl.constexpr = PLAN.GROUP
+    WHOLE: gl.constexpr = PLAN.WHOLE
+    DEPENDENT: gl.constexpr = PLAN.DEPENDENT
     WARPS: gl.constexpr = gl.num_warps()
-    S: gl.constexpr = sums_layout(PLAN.BLOCK_N, WARPS)
-    x_smem = gl.allocate_shared_memory(gl.int8, [PLAN.STAGES, PLAN.BLOCK_M, PLAN.BLOCK_K], x_desc.layout)
-    weight_smem = gl.allocate_shared_memory(
-        gl.int8, [PLAN.STAGES, PLAN.BLOCK_N // PLAN.GROUP, PLAN.GROUP // 8, 4, 2, PLAN.BLOCK_K], weight_desc.layout
-    )
-    ready = gl.allocate_shared_memory(gl.int64, [PLAN.STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(PLAN.STAGES):
+    S: gl.constexpr = sums_layout(BLOCK_N, WARPS)
+    x_smem = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
+    weight_smem = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N // GROUP, GROUP // 8, 4, 2, BLOCK_K], weight_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
     barrier()
-    wide, high = gl.cdiv(outputs, PLAN.BLOCK_N), gl.cdiv(rows, PLAN.BLOCK_M)
+    wide, high = gl.cdiv(outputs, BLOCK_N), gl.cdiv(rows, BLOCK_M)
     # a division would go through floating point
     program = gl.program_id(0)
     m = ((program.to(gl.int64) * inverse_wide) >> 30).to(gl.int32)
@@ -266,22 +270,22 @@ def hopper_linear_kernel(
     constants = (bias_ptr, multiplier_ptr, activation_multiplier_ptr, activation_offset_ptr)
     numbers = (constants, residual_ptr, o_ptr, rows, outputs, left, activation_constant)
     places = (places_ptr, tokens, image_inverse, image_bits, out_tokens, first, residual_tokens)
-    DEPENDENT: gl.constexpr = PLAN.DEPENDENT
+    ACTIVATION: gl.constexpr = EPILOGUE.ACTIVATION
     wait_for_kernels(DEPENDENT)
     # the step to load next
     load_m, load_n, load_k = m, n, 0
-    for stage in gl.static_range(PLAN.STAGES - 1):
+    for stage in gl.static_range(STAGES - 1):
         _load_step(x_desc, weight_desc, x_smem, weight_smem, ready, stage, load_m, load_n, load_k, high, PLAN)
         load_k += 1
         if load_k == steps:
             load_k = 0
             load_m, load_n = _next_tile(load_m, load_n, wide, down, across)
-    slot, before, phase = 0, PLAN.STAGES - 1, 0
+    slot, before, phase = 0, STAGES - 1, 0
     while m < high:
-        sums = gl.zeros((PLAN.BLOCK_M, PLAN.BLOCK_N), gl.int32, S)
+        sums = gl.zeros((BLOCK_M, BLOCK_N), gl.int32, S)
         for _ in range(steps):
             mbarrier.wait(ready.index(slot), phase)
-            weight = weight_smem.index(slot).reshape((PLAN.BLOCK_N, PLAN.BLOCK_K)).permute((1, 0))
+            weight = weight_smem.index(slot).reshape((BLOCK_N, BLOCK_K)).permute((1, 0))
             sums = warpgroup_mma(x_smem.index(slot), weight, sums, is_async=True)
             sums = warpgroup_mma_wait(1, deps=(sums,))
             # every warp has read what the step before took
@@ -293,12 +297,12 @@ def hopper_linear_kernel(
                 load_m, load_n = _next_tile(load_m, load_n, wide, down, across)
             before = slot
             slot += 1
-            if slot == PLAN.STAGES:
+            if slot == STAGES:
                 slot = 0
                 phase ^= 1
         sums = warpgroup_mma_wait(0, deps=(sums,))
         if EPILOGUE.GATED:
-            _store_products(sums, m, n, numbers, EPILOGUE.ACTIVATION, PLAN.WHOLE, PLAN.GROUP, WARPS)
+            _store_products(sums, m, n, numbers, ACTIVATION, WHOLE, GROUP, WARPS)
         else:
-            _store_tile(sums, m, n, numbers, places, EPILOGUE, PLAN.WHOLE, PLAN.GROUP, WARPS)
+            _store_tile(sums, m, n, numbers, places, EPILOGUE, WHOLE, GROUP, WARPS)
         m, n = _next_tile(m, n, wide, down, across)

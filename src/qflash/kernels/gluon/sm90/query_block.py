@@ -25,20 +25,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
 
-from ...common.fixed_point import fine_bits, missing_mass, multiply_round, requantize, row_inverse, row_weight, usable_scale
+from ...common.fixed_point import fine_bits, missing_mass, row_inverse, usable_scale
 from ...common.quantize_ops import amplitude_to_scale, higher, inverse_scale, nan_max
 from ...common.tile_ops import inverse_key_order
 from ..ptx_ops import (
     as_float32,
     beside_channels,
+    beside_outputs,
     fine_probabilities,
     first_of_four,
     least_if_needed,
     least_of_own_rows,
+    normalised,
     pack,
     pack_and_sum,
     round_to_int8,
-    scaled,
     unpack,
     words_of_four,
 )
@@ -464,16 +465,6 @@ def part_sums(parts, ACROSS: gl.constexpr):
 
 
 @gluon.jit
-def _beside_outputs(x, L: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """Numbers of rows, in the form that :func:`store_span` gets them, broadcast to outputs."""
-    if ACROSS == 1:
-        x = beside_columns(both_rows(x, 16 * WARPS), L.shape[1] // 4, L)
-    else:
-        x = beside_rows(x, L)
-    return x
-
-
-@gluon.jit
 def row_inverses(total, fine, count, EXACT: gl.constexpr):
     """(bit length, reciprocal, missing mass) of the rows' sums of P.
 
@@ -521,21 +512,12 @@ def store_span(
         numerator = _less_missing(numerator, missing, mean, WARPS, ACROSS)
     x = gl.convert_layout(_from_fragment_order(numerator, ACROSS), L, assert_trivial=True)
     if IN_MEMORY:
-        x -= _beside_outputs(missing, L, WARPS, ACROSS) * mean.load(gl.SliceLayout(0, L))[None, :]
+        x -= beside_outputs(missing, L, ACROSS) * mean.load(gl.SliceLayout(0, L))[None, :]
     factor, shift, half = beside_channels(factor, L), beside_channels(shift, L), beside_channels(half, L)
-    if o_base.dtype.element_ty == gl.int8:
-        if factor.type.is_block():
-            row_factor = multiply_round(_beside_outputs(inverse, L, WARPS, ACROSS), factor, False)
-        else:
-            row_factor = _beside_outputs(multiply_round(inverse, factor, False), L, WARPS, ACROSS)
-        result = requantize(x, row_factor, _beside_outputs(bits, L, WARPS, ACROSS), shift, half, -1, False)
-    else:
-        good = usable_scale(factor.to(gl.int32, bitcast=True))
-        # a NaN in the factor of the row costs less than a select per element
-        weight = gl.where(usable, -row_weight(inverse, bits), float("nan"))
-        weight = _beside_outputs(weight, L, WARPS, ACROSS)
-        result = scaled(x, weight, gl.where(good, factor, float("nan")), shift)
-        result = result.to(o_base.dtype.element_ty)
+    DTYPE: gl.constexpr = o_base.dtype.element_ty
+    if gl.int8 != DTYPE:
+        factor = gl.where(usable_scale(factor.to(gl.int32, bitcast=True)), factor, float("nan"))
+    result = normalised(x, bits, inverse, usable, (factor, shift, half), DTYPE, ACROSS)
     n = first + gl.arange(0, M, layout=gl.SliceLayout(1, L))
     channels = gl.arange(0, D, layout=gl.SliceLayout(0, L))
     inside = (n[:, None] < queries) & (channels[None, :] < CHANNELS)

@@ -131,6 +131,22 @@ class ProgramRow:
         return s
 
 
+# methods of both passes' stores; the first that ``at`` returns is a tile's step
+
+
+@gluon.jit
+def _steps(self, PART: gl.constexpr):
+    return part_steps(PART, self.whole, self.iterations, self.narrow)
+
+
+@gluon.jit
+def _padded(self, s, filler, at, INDEX: gl.constexpr, PART: gl.constexpr):
+    HALVES: gl.constexpr = self.RING.SPAN // TILE
+    if PART > 0 and not self.RING.WHOLE:
+        s = padded_columns(s, self.left - at[0] * self.RING.SPAN - INDEX % HALVES * TILE, filler)
+    return s
+
+
 @aggregate
 class FirstRing:
     """The store of the first pass.
@@ -156,36 +172,26 @@ class FirstRing:
     first_values: gl.shared_memory_descriptor
     RING: gl.constexpr
     TILES: gl.constexpr
-
-    @gluon.jit
-    def steps(self, PART: gl.constexpr):
-        return part_steps(PART, self.whole, self.iterations, self.narrow)
+    steps, padded = _steps, _padded
 
     @gluon.jit
     def at(self, iteration, INDEX: gl.constexpr, PART: gl.constexpr):
-        """A tile's iteration and step, and the slot of its keys."""
+        """A tile's step, the slot of its keys, and its iteration."""
         PLACE: gl.constexpr = INDEX // (self.RING.SPAN // TILE)
-        return iteration, self.RING.UNROLL * iteration + PLACE, iteration % 2 * self.RING.UNROLL + PLACE
+        return self.RING.UNROLL * iteration + PLACE, iteration % 2 * self.RING.UNROLL + PLACE, iteration
 
     @gluon.jit
     def keys(self, at, INDEX: gl.constexpr, PART: gl.constexpr):
-        iteration, _, slot = at
+        _, slot, iteration = at
         HALVES: gl.constexpr = self.RING.SPAN // TILE
         if INDEX % HALVES == 0:
             mbarrier.wait(self.copies.ready.index(slot), (iteration // 2) & 1)
         return tile_of(self.copies.k_smem, slot, INDEX % HALVES * TILE, tile_width(self.RING, PART, INDEX), 0)
 
     @gluon.jit
-    def padded(self, s, filler, at, INDEX: gl.constexpr, PART: gl.constexpr):
-        HALVES: gl.constexpr = self.RING.SPAN // TILE
-        if PART > 0 and not self.RING.WHOLE:
-            s = padded_columns(s, self.left - at[1] * self.RING.SPAN - INDEX % HALVES * TILE, filler)
-        return s
-
-    @gluon.jit
     def release(self, at, INDEX: gl.constexpr, PART: gl.constexpr):
         """Refill a step's slot once its keys are read. After the last ones come the first keys of the second pass."""
-        iteration, step, slot = at
+        step, slot, iteration = at
         HALVES: gl.constexpr = self.RING.SPAN // TILE
         SLOTS: gl.constexpr = 2 * self.RING.UNROLL
         if INDEX % HALVES == HALVES - 1 or of_part(self.TILES, PART) - 1 == INDEX:
@@ -254,10 +260,7 @@ class SecondRing:
     TILES: gl.constexpr
     STARTS: gl.constexpr
     COLUMNS: gl.constexpr
-
-    @gluon.jit
-    def steps(self, PART: gl.constexpr):
-        return part_steps(PART, self.whole, self.iterations, self.narrow)
+    steps, padded = _steps, _padded
 
     @gluon.jit
     def at(self, iteration, INDEX: gl.constexpr, PART: gl.constexpr):
@@ -275,13 +278,6 @@ class SecondRing:
     def keys(self, at, INDEX: gl.constexpr, PART: gl.constexpr):
         HALVES: gl.constexpr = self.RING.SPAN // TILE
         return tile_of(self.copies.k_smem, at[1], INDEX % HALVES * TILE, tile_width(self.RING, PART, INDEX), 0)
-
-    @gluon.jit
-    def padded(self, s, filler, at, INDEX: gl.constexpr, PART: gl.constexpr):
-        HALVES: gl.constexpr = self.RING.SPAN // TILE
-        if PART > 0 and not self.RING.WHOLE:
-            s = padded_columns(s, self.left - at[0] * self.RING.SPAN - INDEX % HALVES * TILE, filler)
-        return s
 
     @gluon.jit
     def release(self, at, INDEX: gl.constexpr, PART: gl.constexpr):

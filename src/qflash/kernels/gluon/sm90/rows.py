@@ -48,13 +48,13 @@ def query_factors(query_bits, scales, RECIPE: gl.constexpr):
 
     Args:
         query_bits: float32 bits of the queries' scale, or of each row's.
-        scales: whether the keys' is usable; what :func:`.gluon.ptx_ops.row_factors` returns, if queries have one scale; and the
-            units from which it is computed if they do not.
+        scales: from :func:`.gluon.ptx_ops.score_scales`.
     """
     keys_usable, row, units = scales
     usable = keys_usable & usable_scale(query_bits)
     if query_bits.type.is_block():
-        row = row_factors(query_bits, units, "none", RECIPE.MOST, RECIPE.MOST_BITS)
+        MASK: gl.constexpr = RECIPE.MASK
+        row = row_factors(query_bits, units, MASK, RECIPE.MOST, RECIPE.MOST_BITS)
     return usable, row[0], row[1]
 
 

@@ -33,7 +33,6 @@ from ...common.quantize_ops import (
     centered_scale,
     higher,
     inverse_scale,
-    least_to_scale,
     lower,
     nan_max,
 )
@@ -43,12 +42,13 @@ from ..ptx_ops import (
     beside_channels,
     first_of_four,
     halves,
+    int8_values,
     keep_apart,
     largest_in_warp,
     numbers_of,
-    round_centered,
     round_to_int8,
     to_shared,
+    value_scale,
     word_maxima,
     word_ranges,
     words_of,
@@ -342,20 +342,16 @@ def quantize_values(
         most = maxima[c]
         if not VALUE_CHANNEL:
             most = most * 0.0 + largest.to(gl.float32, bitcast=True)
-        if CENTER:
-            scale = least_to_scale(most)
-        else:
-            scale = amplitude_to_scale(most)
+        scale = value_scale(most, CENTER)
         inverse = inverse_scale(scale, False)
+        zero = inverse
         if CENTER:
             zero = zero_point(middles[c], inverse)
         for i in gl.static_range(len(v[c])):
             y = as_float32(v[c][i])
+            x = int8_values(y, beside_tile(inverse, y), beside_tile(zero, y), CENTER)
             if CENTER:
-                x = round_centered(y, beside_tile(inverse, y), beside_tile(zero, y))
                 x = _without_padding(x, STARTS[i], WIDTHS[i], KEYS)
-            else:
-                x = round_to_int8(y, beside_tile(inverse, y))
             v_smem[i][c].permute((1, 0)).store(to_fragment_order(x, ACROSS))
         scales = scales + (to_shared(scale),)
         if CENTER:

@@ -34,6 +34,30 @@ def known_starts(keys, unroll):
     return (0, *row_starts(keys)[known_tile(keys, unroll, 1) :])
 
 
+# methods of both stores: all keys and values of a head are in shared memory
+
+
+@gluon.jit
+def _at(self, step, TILE: gl.constexpr, PART: gl.constexpr):
+    return step
+
+
+@gluon.jit
+def _release(self, step, TILE: gl.constexpr, PART: gl.constexpr):
+    pass
+
+
+@gluon.jit
+def _row(self, q, largest, multiplier, fraction_bits, CHANNELS: gl.constexpr, OFFSET: gl.constexpr, WARPS: gl.constexpr):
+    row_max = row_maximum(largest, multiplier, WARPS)
+    return row_numbers(q, row_max, multiplier, fraction_bits, CHANNELS, OFFSET, WARPS)
+
+
+@gluon.jit
+def _again(self, row):
+    return self
+
+
 @aggregate
 class KnownKeys:
     """All keys and values of a head in shared memory, whose number is a constant.
@@ -55,15 +79,12 @@ class KnownKeys:
     COLUMNS: gl.constexpr
     TILES: gl.constexpr
     STARTS: gl.constexpr
+    at, release, row, again = _at, _release, _row, _again
 
     @gluon.jit
     def steps(self, PART: gl.constexpr):
         STEPS: gl.constexpr = self.COLUMNS // (128 * self.UNROLL) if PART == 0 else 1
         return 0, STEPS
-
-    @gluon.jit
-    def at(self, step, TILE: gl.constexpr, PART: gl.constexpr):
-        return step
 
     @gluon.jit
     def keys(self, step, TILE: gl.constexpr, PART: gl.constexpr):
@@ -85,19 +106,6 @@ class KnownKeys:
     @gluon.jit
     def padded(self, s, filler, step, TILE: gl.constexpr, PART: gl.constexpr):
         return s
-
-    @gluon.jit
-    def release(self, step, TILE: gl.constexpr, PART: gl.constexpr):
-        pass
-
-    @gluon.jit
-    def row(self, q, largest, multiplier, fraction_bits, CHANNELS: gl.constexpr, OFFSET: gl.constexpr, WARPS: gl.constexpr):
-        row_max = row_maximum(largest, multiplier, WARPS)
-        return row_numbers(q, row_max, multiplier, fraction_bits, CHANNELS, OFFSET, WARPS)
-
-    @gluon.jit
-    def again(self, row):
-        return self
 
     @gluon.jit
     def sums(self, total, fine, most, EXACT: gl.constexpr):
@@ -167,6 +175,7 @@ class PackedKeys:
     COLUMNS: gl.constexpr
     TILES: gl.constexpr
     STARTS: gl.constexpr
+    at, release, row, again = _at, _release, _row, _again
 
     @gluon.jit
     def steps(self, PART: gl.constexpr):
@@ -176,10 +185,6 @@ class PackedKeys:
     def narrow(self):
         """1 if half of the last tile is enough, else 0."""
         return ((self.left - 1) % self.COLUMNS < self.COLUMNS // 2).to(gl.int32)
-
-    @gluon.jit
-    def at(self, step, TILE: gl.constexpr, PART: gl.constexpr):
-        return step
 
     @gluon.jit
     def keys(self, step, TILE: gl.constexpr, PART: gl.constexpr):
@@ -194,19 +199,6 @@ class PackedKeys:
         if PART > 0:
             s = padded_columns(s, self.left - step * self.COLUMNS, filler)
         return s
-
-    @gluon.jit
-    def release(self, step, TILE: gl.constexpr, PART: gl.constexpr):
-        pass
-
-    @gluon.jit
-    def row(self, q, largest, multiplier, fraction_bits, CHANNELS: gl.constexpr, OFFSET: gl.constexpr, WARPS: gl.constexpr):
-        row_max = row_maximum(largest, multiplier, WARPS)
-        return row_numbers(q, row_max, multiplier, fraction_bits, CHANNELS, OFFSET, WARPS)
-
-    @gluon.jit
-    def again(self, row):
-        return self
 
     @gluon.jit
     def sums(self, total, fine, most, EXACT: gl.constexpr):

@@ -264,17 +264,9 @@ def last_rows(
     fine = total
     for t in gl.static_range(TILES):
         more, finer = _exponentiate_last(
-            ready[t],
-            row_max[None, :],
-            multiplier,
-            fraction_bits,
-            p_smem[t],
-            STARTS[t],
-            WIDTHS[t],
-            KEYS,
-            RECIPE.OFFSET,
+            ready[t], row_max[None, :], multiplier, fraction_bits, p_smem[t], STARTS[t], WIDTHS[t], KEYS, RECIPE.OFFSET,
             RECIPE.EXACT,
-        )
+        )  # fmt: skip
         total += more
         fine += finer
     # Reduced before the products start: the compiler may give a reduction shared memory that products under way still read.

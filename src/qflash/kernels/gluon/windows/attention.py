@@ -38,7 +38,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from ...common.dependent_launch import wait_for_kernels
-from ...common.fixed_point import multiply_round, requantize, row_inverse, row_weight, split_scale, usable_scale
+from ...common.fixed_point import row_inverse, usable_scale
 from ...common.quantize_ops import (
     BIAS_UNIT,
     MOST_BIAS_MAXIMUM,
@@ -53,18 +53,20 @@ from ...common.tile_ops import BIAS_EVEN, BIAS_LIMIT, BIAS_MASKED, BIAS_POISON, 
 from ..ptx_ops import (
     as_float32,
     beside_channels,
+    beside_outputs,
     fine_probabilities,
     fine_probabilities_16,
     halves,
     keep_apart,
     least_if_needed,
+    normalised,
     output_factors,
     pack,
     raised_if_needed,
     round_to_int8,
     row_exponents,
     row_factors,
-    scaled,
+    score_scales,
     unpack,
 )
 from ..releases import barrier
@@ -232,28 +234,15 @@ def _store(
     factor, shift, half = beside_channels(factor, OL), beside_channels(shift, OL), beside_channels(half, OL)
     total = 127 * KEYS - one_row(total)
     bits, inverse = row_inverse(total, False)
-    if o_base.dtype.element_ty == gl.int8:
-        if factor.type.is_block():
-            row_factor = multiply_round(_beside_outputs(inverse, ROWS, OL), factor, False)
-        else:
-            row_factor = _beside_outputs(multiply_round(inverse, factor, False), ROWS, OL)
-        result = requantize(x, row_factor, _beside_outputs(bits, ROWS, OL), shift, half, -1, False)
-    else:
-        # a NaN in the factor of the row costs less than a select per element
-        weight = _beside_outputs(gl.where(usable, -row_weight(inverse, bits), float("nan")), ROWS, OL)
-        if CAREFUL and shift.type.is_block():
-            shift = gl.where(_beside_outputs(total, ROWS, OL) > 0, shift, 0.0)
-        result = scaled(x, weight, factor, shift).to(o_base.dtype.element_ty)
+    DTYPE: gl.constexpr = o_base.dtype.element_ty
+    if CAREFUL and gl.int8 != DTYPE:
+        if shift.type.is_block():
+            shift = gl.where(beside_outputs(total, OL, 1) > 0, shift, 0.0)
+    result = normalised(x, bits, inverse, usable, (factor, shift, half), DTYPE, 1)
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OL))
     channels = gl.arange(0, 32, layout=gl.SliceLayout(0, OL))
     inside = (rows[:, None] < QUERIES) & (channels[None, :] >= 0)
     gl.store(o_base + rows[:, None] * o_stride_n + channels[None, :], result, mask=inside, eviction_policy=POLICY)
-
-
-@gluon.jit
-def _beside_outputs(x, ROWS: gl.constexpr, L: gl.constexpr):
-    """Numbers of rows, one per thread, broadcast to outputs."""
-    return beside_columns(both_rows(x, ROWS), 8, L)
 
 
 @gluon.jit
@@ -279,47 +268,10 @@ def _sums(p, v, begin, ones, weight, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _all_fine(s, row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
-    """:func:`.gluon.ptx_ops.fine_probabilities` of all tiles of a row without a bias."""
-    ROWS: gl.constexpr = s[0].shape[0]
-    slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
-    slope, begin, constant = both_rows(slope, ROWS), both_rows(begin, ROWS), own_twice(constant, ROWS)
-    p = ()
-    for i in gl.static_range(len(s)):
-        p = p + (_fine(s[i], slope, begin, constant),)
-    return p
-
-
-@gluon.jit
 def _fine(s, slope, begin, constant):
     """Fine probabilities of one tile."""
     L: gl.constexpr = s.type.layout
     return fine_probabilities(s, beside_rows(slope, L), beside_rows(begin, L), beside_rows(constant, L))
-
-
-@gluon.jit
-def _exponentiate_all(z, row_max, multiplier, fraction_bits, OFFSET: gl.constexpr):
-    """:func:`_exponentiate` of all tiles of a row."""
-    p = ()
-    for i in gl.static_range(len(z)):
-        p = p + (_exponentiate(z[i], row_max, multiplier, fraction_bits, OFFSET),)
-    return p
-
-
-@gluon.jit
-def _all_fine_16(z, row_max, OFFSET: gl.constexpr):
-    """What :func:`_all_fine` returns, for scores with a bias: octaves with 16 fraction bits, none of them masked."""
-    p = ()
-    for i in gl.static_range(len(z)):
-        p = p + (_fine_16(z[i], row_max, OFFSET),)
-    return p
-
-
-@gluon.jit
-def _fine_16(z, row_max, OFFSET: gl.constexpr):
-    """Fine probabilities of one tile of scores with a bias."""
-    L: gl.constexpr = z.type.layout
-    return fine_probabilities_16(z, beside_rows(row_max, L), OFFSET)
 
 
 @gluon.jit
@@ -557,7 +509,8 @@ def _attend(
     first = tile * 16 * gl.num_warps()
     q, query_bits = _queries(words, DTYPE, qs_base, qs_stride_n, head_bits, first, ROWS, QUERIES, RECIPE)
     if query_bits.type.is_block():
-        row = row_factors(query_bits, units, RECIPE.MASK, RECIPE.MOST, RECIPE.MOST_BITS)
+        MASK: gl.constexpr = RECIPE.MASK
+        row = row_factors(query_bits, units, MASK, RECIPE.MOST, RECIPE.MOST_BITS)
     multiplier, fraction_bits, drop = row
     AHEAD: gl.constexpr = len(loaded) > 0
     # measured: on int8 this keeps ptxas from issuing the loads of the values after the scores; floats have arrived by now
@@ -569,7 +522,7 @@ def _attend(
     s = (_product(q, k[0], ROWS),)
     for i in gl.static_range(1, len(k)):
         s = s + (_product(q, k[i], ROWS),)
-    flags = 0
+    flags, p = 0, ()
     # measured: with one scale for all queries little is computed per row, and one row per thread is 1 to 2 % slower
     ONE: gl.constexpr = query_bits.type.is_block() or RECIPE.MASK == "bias"
     if RECIPE.MASK == "bias":
@@ -585,24 +538,31 @@ def _attend(
                 b = b + (_beside_scores(loaded[i]),)
         z = ()
         if CAREFUL:
-            b = _all_fixed(b)
+            b, bits = _all_fixed(b), both_rows(fraction_bits, ROWS)
             for i in gl.static_range(len(k)):
-                z = z + (_add_any_bias(_scaled(s[i], scale), b[i], both_rows(fraction_bits, ROWS)),)
+                z = z + (_add_any_bias(_scaled(s[i], scale), b[i], bits),)
             row_max = _row_max(z, ONE)
             flags = _no_flags()
-            p = _exponentiate_all(z, both_rows(row_max, ROWS), scale[0], both_rows(fraction_bits, ROWS), RECIPE.OFFSET)
+            largest = both_rows(row_max, ROWS)
+            for i in gl.static_range(len(k)):
+                p = p + (_exponentiate(z[i], largest, scale[0], bits, RECIPE.OFFSET),)
         else:
             for i in gl.static_range(len(k)):
                 z = z + (_scaled(s[i], scale) + _fixed(b[i]),)
             row_max = _row_max(z, ONE)
             flags = _flags(b, row_max, drop, ROWS, STAGED)
-            p = _all_fine_16(z, both_rows(row_max, ROWS), RECIPE.OFFSET)
+            largest = both_rows(row_max, ROWS)
+            for i in gl.static_range(len(k)):
+                p = p + (fine_probabilities_16(z[i], beside_rows(largest, score_layout(ROWS, z[i].shape[1])), RECIPE.OFFSET),)
         usable = usable & (row_max < POISON)
     else:
         row_max = _row_max(s, ONE)
         least = least_if_needed(row_max, 32 << 14, multiplier, fraction_bits)
         s = raised_if_needed(s, least, score_layout(ROWS, 8), 1)
-        p = _all_fine(s, row_max, multiplier, fraction_bits, RECIPE.OFFSET)
+        slope, offset, constant = row_exponents(row_max, multiplier, fraction_bits, RECIPE.OFFSET)
+        slope, offset, constant = both_rows(slope, ROWS), both_rows(offset, ROWS), own_twice(constant, ROWS)
+        for i in gl.static_range(len(k)):
+            p = p + (_fine(s[i], slope, offset, constant),)
     numerator, total = _sums(p, v, begin, ones, weight, ROWS)
     if APART:
         keep_apart(units[2], 2)
@@ -620,9 +580,7 @@ def _given_scales(z, h, kv_head, o_ptr, scales, strides, constant, RECIPE: gl.co
     row = 0, 0, 0
     if not RECIPE.QUERY_TOKEN:
         query_bits = gl.load(scales.qs_ptr.to(gl.pointer_type(gl.int32)) + z * strides.qs_stride_z + h * strides.qs_stride_h)
-        key_mantissa, key_exponent = split_scale(key_bits)
-        units = key_mantissa, key_exponent, constant.constant_mantissa, constant.constant_exponent
-        row = row_factors(query_bits, units, RECIPE.MASK, RECIPE.MOST, RECIPE.MOST_BITS)
+        _, row, _ = score_scales(key_bits, query_bits, constant.constant_mantissa, constant.constant_exponent, RECIPE)
     vs_base = scales.vs_ptr + z * strides.vs_stride_z + kv_head * strides.vs_stride_h
     os_base = scales.os_ptr + z * strides.os_stride_z + h * strides.os_stride_h
     vo_base = scales.vo_ptr + z * strides.vo_stride_z + kv_head * strides.vo_stride_h
@@ -671,6 +629,7 @@ def windows_kernel(
     alone, which a kernel is compiled for; tuples of others are made in :mod:`.windows.launch`.
     """
     DEPENDENT: gl.constexpr = PLAN.DEPENDENT
+    POLICY: gl.constexpr = PLAN.POLICY
     wait_for_kernels(DEPENDENT)
     if PLAN.TOGETHER:
         column, layer = gl.program_id(0), gl.program_id(1)
@@ -760,13 +719,13 @@ def windows_kernel(
         if PLAN.DIVIDED and RECIPE.QUANTIZE:
             k = load_key_parts(k_base, STRIDES.k[0], taken, KEYS, KEY_ORDER, PLAN.PLACES)
         else:
-            k = load_keys(k_base, STRIDES.k[0], taken, KEYS, KEY_ORDER, PLAN.POLICY, PLAN.PLACES)
+            k = load_keys(k_base, STRIDES.k[0], taken, KEYS, KEY_ORDER, POLICY, PLAN.PLACES)
         if PLAN.DIVIDED:
             v = load_value_parts(v_base, STRIDES.v[0], taken, KEYS, KEY_ORDER, REPEAT, PLAN.PLACES)
         else:
-            v = load_values(v_base, STRIDES.v[0], taken, KEYS, KEY_ORDER, PLAN.POLICY, REPEAT, PLAN.PLACES)
+            v = load_values(v_base, STRIDES.v[0], taken, KEYS, KEY_ORDER, POLICY, REPEAT, PLAN.PLACES)
         tile = first_tile
-        following = _load_queries(q_base, STRIDES.q[0], tile * BLOCK, BLOCK, QUERIES, PLAN.POLICY)
+        following = _load_queries(q_base, STRIDES.q[0], tile * BLOCK, BLOCK, QUERIES, POLICY)
         AHEAD: gl.constexpr = ALONE and RECIPE.MASK == "bias" and not PLAN.STAGED
         loaded = ()
         if AHEAD:
@@ -783,7 +742,6 @@ def windows_kernel(
             if not RECIPE.QUERY_TOKEN:
                 head_bits = _query_scale(q_base, STRIDES.q[0], QUERIES).to(gl.int32, bitcast=True)
             half = 0
-            row = 0, 0, 0
         else:
             if PLAN.DIVIDED:
                 sides = shared_operands(k, v)
@@ -794,11 +752,11 @@ def windows_kernel(
             else:
                 of_head = _given_scales(z, h, kv_head, o_ptr, scales, o_strides, constant, RECIPE)
                 head_bits, key_bits, row, factor, shift, half = of_head
-        keys_usable = usable_scale(key_bits)
-        key_mantissa, key_exponent = split_scale(key_bits)
-        units = key_mantissa, key_exponent, constant.constant_mantissa, constant.constant_exponent
-        if RECIPE.QUANTIZE and not RECIPE.QUERY_TOKEN:
-            row = row_factors(head_bits, units, RECIPE.MASK, RECIPE.MOST, RECIPE.MOST_BITS)
+        keys_usable, of_queries, units = score_scales(
+            key_bits, head_bits, constant.constant_mantissa, constant.constant_exponent, RECIPE
+        )  # fmt: skip
+        if RECIPE.QUANTIZE:
+            row = of_queries
         right, values = sides
         # probabilities are stored as 127 - P: products begin at -127 times V's sums, and the result is the negative of P V
         offsets = gl.full((BLOCK, 32), -127, gl.int8, operand_layout(0, WARPS))
@@ -814,9 +772,9 @@ def windows_kernel(
             if FETCH:
                 _fetch_queries(q_base, STRIDES.q[0], (tile + PLAN.SPLITS) * BLOCK, QUERIES)
             if not ALONE:
-                following = _load_queries(q_base, STRIDES.q[0], (tile + PLAN.SPLITS) * BLOCK, BLOCK, QUERIES, PLAN.POLICY)
+                following = _load_queries(q_base, STRIDES.q[0], (tile + PLAN.SPLITS) * BLOCK, BLOCK, QUERIES, POLICY)
             flags |= _attend(
-                here, query, operands, output, bias, loaded, tile, DTYPE, BLOCK, KEYS, QUERIES, PLAN.STAGED, False, PLAN.POLICY,
+                here, query, operands, output, bias, loaded, tile, DTYPE, BLOCK, KEYS, QUERIES, PLAN.STAGED, False, POLICY,
                 STRIDES, RECIPE,
             )  # fmt: skip
             tile += PLAN.SPLITS
@@ -824,14 +782,14 @@ def windows_kernel(
             if tile * 16 < QUERIES:
                 flags |= _attend(
                     following, query, operands, output, bias, (), tile, DTYPE, 8, KEYS, QUERIES, PLAN.STAGED, False,
-                    PLAN.POLICY, STRIDES, RECIPE,
+                    POLICY, STRIDES, RECIPE,
                 )  # fmt: skip
         if RECIPE.MASK == "bias":
             if _any(flags, flags_smem):
                 # compute the window again with all selects, from the bias in global memory, and overwrite the outputs
                 for tile in range(first_tile, (QUERIES + BLOCK - 1) // BLOCK, PLAN.SPLITS):
-                    words = _load_queries(q_base, STRIDES.q[0], tile * BLOCK, BLOCK, QUERIES, PLAN.POLICY)
+                    words = _load_queries(q_base, STRIDES.q[0], tile * BLOCK, BLOCK, QUERIES, POLICY)
                     _attend(
-                        words, query, operands, output, bias, (), tile, DTYPE, BLOCK, KEYS, QUERIES, False, True, PLAN.POLICY,
+                        words, query, operands, output, bias, (), tile, DTYPE, BLOCK, KEYS, QUERIES, False, True, POLICY,
                         STRIDES, RECIPE,
                     )  # fmt: skip

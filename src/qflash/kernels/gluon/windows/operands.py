@@ -25,7 +25,6 @@ from ...common.quantize_ops import (
     centered_scale,
     higher,
     inverse_scale,
-    least_to_scale,
     lower,
     nan_max,
 )
@@ -34,11 +33,12 @@ from ..ptx_ops import (
     as_float32,
     halves,
     higher_words,
+    int8_values,
     keep_apart,
     lower_words,
-    round_centered,
     round_to_int8,
     to_shared,
+    value_scale,
     word_maxima,
     word_ranges,
     zero_point,
@@ -400,10 +400,7 @@ def _value_scales(words, DTYPE: gl.constexpr, CENTER: gl.constexpr, VALUE_CHANNE
         most = _one_of_two(most)
     else:
         most = largest_of_lanes(most)
-    if CENTER:
-        scale = least_to_scale(most)
-    else:
-        scale = amplitude_to_scale(most)
+    scale = value_scale(most, CENTER)
     inverse = inverse_scale(scale, False)
     zero = 0.0
     offset = 0
@@ -415,16 +412,6 @@ def _value_scales(words, DTYPE: gl.constexpr, CENTER: gl.constexpr, VALUE_CHANNE
         inverse = from_lanes(inverse, 4, 1, 28)
         scale = gl.reshape(scale, (32,))
     return inverse, zero, scale, offset
-
-
-@gluon.jit
-def _int8_values(x, inverse, zero, CENTER: gl.constexpr):
-    """Values as int8, with CENTER less their zero points."""
-    if CENTER:
-        x = round_centered(as_float32(x), inverse, zero)
-    else:
-        x = round_to_int8(as_float32(x), inverse)
-    return x
 
 
 @gluon.jit
@@ -479,8 +466,8 @@ def quantize_window(
     if RECIPE.VALUE_OFFSET:
         zero = repeated(zero, first.shape[1])
         offset = gl.convert_layout(offset, gl.SliceLayout(0, own_rows_layout(16 * WARPS)))
-    first = _value_rows(_int8_values(first, inverse, zero, RECIPE.VALUE_OFFSET))
-    second = _value_rows(_int8_values(second, inverse, zero, RECIPE.VALUE_OFFSET))
+    first = _value_rows(int8_values(as_float32(first), inverse, zero, RECIPE.VALUE_OFFSET))
+    second = _value_rows(int8_values(as_float32(second), inverse, zero, RECIPE.VALUE_OFFSET))
     if RECIPE.VALUE_OFFSET:
         second = _without_padding(second, 32, KEYS, KEY_ORDER)
     return right_operands(keys, (first, second)), key_scale, value_scale, offset
@@ -528,7 +515,7 @@ def quantize_parts(k, v, mantissa, KEYS: gl.constexpr, KEY_ORDER: gl.constexpr, 
         inverse = in_all_warps(repeated(inverse, 16))
     if RECIPE.VALUE_OFFSET:
         zero = in_all_warps(repeated(zero, 16))
-    v = _int8_values(v, inverse, zero, RECIPE.VALUE_OFFSET)
+    v = int8_values(as_float32(v), inverse, zero, RECIPE.VALUE_OFFSET)
     if RECIPE.VALUE_OFFSET:
         v = gl.where(there != 0, v, 0)
     sides, value_scale, offset = _exchanged(k, v, value_scale, offset, KEYS)

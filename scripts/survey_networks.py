@@ -300,6 +300,7 @@ def reason(text: str) -> str:
     text = re.sub(r" of [\w.]+( has no integer form)", r"\1", text)
     text = re.sub(r"(infinity is in) [\w.]+", r"\1 one", text)
     text = re.sub(r"(what \w+) of [\w.]+ computes", r"\1 computes", text)
+    text = re.sub(r"; outputs=.* leaves it out$", "", text)
     text = text.replace(" has no integer form", "").partition(" (/")[0]
     return re.sub(r"\(?\[?\b\d[\d, .()\[\]]*", "... ", text).strip()[:110].replace("|", "/")
 

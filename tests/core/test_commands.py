@@ -217,6 +217,61 @@ def test_coverage_names_all_that_does_not(tmp_path: Path) -> None:
     assert 24 in report["refused"].values()
 
 
+def test_what_pools_by_tanh_is_converted_without(images: Path, tmp_path: Path) -> None:
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, image_size=16, patch_size=8
+    )
+    transformers.ViTModel(config).save_pretrained(tmp_path / "vit")
+    transformers.ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path / "vit")
+    words = ["convert", str(tmp_path / "vit"), str(images), "-o", str(tmp_path / "network"), "--compare", "1"]
+    result = runner.invoke(app, words)
+    assert result.exit_code == 1
+    assert "tanh in pooler.activation" in result.stderr
+    assert result.stderr.rstrip().endswith("; outputs=['last_hidden_state'] leaves it out")
+    result = runner.invoke(app, ["coverage", str(tmp_path / "vit"), "--format", "json"])
+    (reason,) = json.loads(result.stdout)["refused"]
+    assert reason.endswith("; outputs=['last_hidden_state'] leaves it out")
+    assert runner.invoke(app, [*words, "--outputs", "last_hidden_state"]).exit_code == 0
+
+
+TWO = {
+    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 60,
+    "image_size": 16, "patch_size": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["CLIP", "Siglip"])
+def test_a_classifier_of_a_model_with_two_towers(kind: str, tmp_path: Path) -> None:
+    config = getattr(transformers, f"{kind}Config")(vision_config=TWO, text_config=TWO, num_labels=3)
+    made = getattr(transformers, f"{kind}ForImageClassification")(config)
+    made.save_pretrained(tmp_path)
+    transformers.SiglipImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path)
+    found = load_float_model(str(tmp_path))
+    assert type(found.model) is type(made)
+    assert all(torch.equal(x, made.state_dict()[name]) for name, x in found.model.state_dict().items())
+    assert type(load_float_model(str(tmp_path), random_weights=True).model) is type(made)
+
+
+def test_weights_that_are_not_there_are_no_model(tmp_path: Path) -> None:
+    config = transformers.CLIPConfig(vision_config=TWO, text_config=TWO)
+    transformers.CLIPModel(config).save_pretrained(tmp_path)
+    transformers.SiglipImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path)
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(tmp_path / "model.safetensors")
+    lost = "vision_model.post_layernorm.bias"
+    save_file({name: x for name, x in weights.items() if name != lost}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.warns(UserWarning, match=r"lacks 1 weights of CLIPVisionModel, which are random: .*post_layernorm\.bias"):
+        load_float_model(str(tmp_path))
+    texts = {name: x for name, x in weights.items() if "vision" not in name and "visual" not in name}
+    save_file(texts, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="has no weights of a CLIPVisionModel: none of its names is there"):
+        load_float_model(str(tmp_path))
+    transformers.CLIPTextModel(transformers.CLIPTextConfig(**TWO)).save_pretrained(tmp_path / "texts")
+    with pytest.raises(ValueError, match=r"got \['CLIPTextModel'\]; quantize_model takes encoders of texts"):
+        load_float_model(str(tmp_path / "texts"))
+
+
 WRONG: dict[str, tuple[list[str], str]] = {
     "a name that timm lacks": (["coverage", "vit_tny"], "no model and no folder 'vit_tny'; timm's names are alike: .*vit_"),
     "a folder without a model": (["coverage", "{images}"], "must hold a config.json of transformers or timm"),

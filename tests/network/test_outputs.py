@@ -257,3 +257,24 @@ def test_an_unknown_name_is_told_the_others() -> None:
         qflash.quantize_model(
             make("timm: class token"), [images(4)], outputs=["blocks.0", "nose"], progress=False, **STATISTICS
         )
+
+
+@pytest.mark.slow
+def test_a_layer_behind_a_pooling_by_attention_gives_a_row_an_image(tmp_path: Path) -> None:
+    """AIMv2 takes the mean over its one query."""
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "Aimv2VisionModel"):
+        pytest.skip("this transformers has no AIMv2")
+    torch.manual_seed(0)
+    config = transformers.Aimv2VisionConfig(
+        hidden_size=48, num_hidden_layers=1, num_attention_heads=3, intermediate_size=96, image_size=32, patch_size=8
+    )
+    model = transformers.Aimv2VisionModel(config).eval()
+    with torch.no_grad():
+        for x in model.parameters():
+            if x.dim() > 1:
+                x.copy_(torch.randn_like(x) / x[0].numel() ** 0.5)
+    network = qflash.quantize_model(model, [images(24)], progress=False, **STATISTICS)
+    assert network(images(3))["pooler_output"].shape == (3, 48) and network.quality.sqnr_db > 20
+    network.save(tmp_path / "network")
+    assert torch.equal(qflash.load_model(tmp_path / "network")(images(3))["pooler_output"], network(images(3))["pooler_output"])

@@ -7,6 +7,8 @@ import difflib
 import functools
 import inspect
 import json
+import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -96,22 +98,40 @@ def _of_timm(name: str, source: str, random_weights: bool, size: tuple[int, int]
     return FloatModel(name, model.float().eval(), transform, images, labels)
 
 
+def _check_loaded(name: str, model: nn.Module, missing: Collection[str]) -> None:
+    """Require weights that were read; warn of those that were drawn.
+
+    Raises:
+        ValueError: none was read.
+    """
+    if missing and set(missing) >= {each for each, _ in model.named_parameters()}:
+        raise ValueError(f"{name} has no weights of a {type(model).__name__}: none of its names is there")
+    if missing:
+        some = ", ".join(sorted(missing)[:4])
+        warnings.warn(f"{name} lacks {len(missing)} weights of {type(model).__name__}, which are random: {some}", stacklevel=4)
+
+
 def _of_transformers(name: str, random_weights: bool, size: tuple[int, int] | None) -> FloatModel:
     require_packages(f"model {name}", "transformers")
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(name)
     kinds = list(config.architectures or [])
-    if getattr(config, "vision_config", None) is not None:
-        # the tower of images of a model of two
-        kinds = [kind.removesuffix("Model") + "VisionModel" for kind in kinds]
+    # the tower of images of a model of two; a classifier has its own
+    tower = getattr(config, "vision_config", None) if kinds and kinds[0].endswith("Model") else None
+    if tower is not None:
+        kinds = [kind.removesuffix("Model").removesuffix("Vision") + "VisionModel" for kind in kinds]
     found = getattr(transformers, kinds[0], None) if kinds else None
-    if found is None:
-        raise ValueError(f"{_CONFIG} of {name} must name a vision model of transformers in architectures, got {kinds}")
+    if found is None or found.main_input_name != "pixel_values":
+        texts = "; quantize_model takes encoders of texts, the command takes images" if found is not None else ""
+        raise ValueError(
+            f"{_CONFIG} of {name} must name a vision model of transformers in architectures, got {config.architectures}{texts}"
+        )
     if random_weights:
-        model = found(getattr(config, "vision_config", None) or config)
+        model = found(config if tower is None else tower)
     else:
-        model = found.from_pretrained(name)
+        model, loaded = found.from_pretrained(name, output_loading_info=True)
+        _check_loaded(name, model, loaded["missing_keys"])
     processor = transformers.AutoImageProcessor.from_pretrained(name)
     transform = image_transform(processor, size)
     model = model.float().eval()

@@ -254,6 +254,12 @@ def judge(
                 saturation.visible = is_token(part) if network.is_padded else None
                 parts.append(network.run(part))
         outs = {name: torch.cat([each[name] for each in parts]) for name in parts[0]}
+        for name, out in outs.items():
+            if out.shape != wanted[name].shape:
+                raise ValueError(
+                    f"output {name!r} of the integer network has shape {tuple(out.shape)}, the model's has "
+                    f"{tuple(wanted[name].shape)}. This is an error of QFlash, please report it"
+                )
         found = {name: out.to(torch.float32) * network.scales[name] for name, out in outs.items()}
         # nobody asks what is at places without a token
         found, wanted = ({name: of_tokens(x, images) for name, x in each.items()} for each in (found, wanted))

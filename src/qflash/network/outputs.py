@@ -32,16 +32,20 @@ def copy_of(model: nn.Module) -> nn.Module:
     tensors = [x for module in model.modules() for x in vars(module).values() if isinstance(x, torch.Tensor)]
     same = {id(x): x for x in (*model.parameters(), *model.buffers(), *tensors) if not x.is_inference()}
     try:
-        return copy.deepcopy(model, same)
+        made = copy.deepcopy(model, same)
     except Exception:  # whatever an attribute of a foreign module says to being copied
         return model
+    # a copy of what torchvision's create_feature_extractor makes is in training mode
+    for one, other in zip(made.modules(), model.modules(), strict=False):
+        one.training = other.training
+    return made
 
 
 def _is_timm(model: nn.Module) -> bool:
     return all(callable(getattr(model, name, None)) for name in ("forward_features", "forward_head", "get_classifier"))
 
 
-def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
     """Return a function's parameters by name; none of what is not written in Python."""
     try:
         return inspect.signature(function).parameters
@@ -51,7 +55,7 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
 
 def takes_mask(model: nn.Module, outputs: Sequence[str] | OutputsOf | None) -> bool:
     """Tell whether an attention mask can be given: to the model by its name, or to the function of outputs behind the ids."""
-    taken = _parameters(outputs if callable(outputs) else model.forward)
+    taken = parameters_of(outputs if callable(outputs) else model.forward)
     if callable(outputs):
         by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         return sum(each.kind in by_place and each.default is each.empty for each in taken.values()) > 2
@@ -60,7 +64,7 @@ def takes_mask(model: nn.Module, outputs: Sequence[str] | OutputsOf | None) -> b
 
 def takes_patches(model: nn.Module) -> bool:
     """Tell whether a model of transformers takes patches of images of any proportions (SigLIP 2 NaFlex)."""
-    return {"pixel_values", "spatial_shapes"} <= _parameters(model.forward).keys()
+    return {"pixel_values", "spatial_shapes"} <= parameters_of(model.forward).keys()
 
 
 def _as_patches(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -413,6 +413,7 @@ def quantize_model(
             differ. The model gives different images the same output, or the integer network has less than ``min_sqnr`` (the
             worst parts are named). An argument is not one of its choices.
     """
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
     _check_model(model)
     percentile = check_method(method, percentile, (EXPECTED, *METHODS))
     choices = resolve_recipe(recipe)

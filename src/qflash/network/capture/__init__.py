@@ -23,7 +23,7 @@ import torch.utils._pytree
 from torch import fx, nn
 
 from ...torch_internals import tracing_alone
-from ..outputs import OutputsOf, Selected, copy_of, select_outputs
+from ..outputs import OutputsOf, Selected, copy_of, parameters_of, select_outputs
 from . import attention, elements, moves, norms, products, texts
 from .captured import Captured, output_of
 from .operations import BATCH, UnsupportedError, View
@@ -63,9 +63,7 @@ def capture(
                 )
         except Exception as error:
             reason = traceback.format_exception_only(error)[-1].strip()[:500]
-            if isinstance(error, TypeError) and "missing a required argument" in reason:
-                reason += "; a network takes images or texts alone, and outputs can be a function that gives the model the rest"
-            raise UnsupportedError(f"torch.export cannot trace the model: {reason}") from error
+            raise UnsupportedError(f"torch.export cannot trace the model: {reason}{_help(error, model, outputs)}") from error
         module: Any = program.module()
         last = next(n for n in module.graph.nodes if n.op == "output")
         nodes = dict(zip(_output_names(program), last.args[0], strict=True))
@@ -96,15 +94,21 @@ def capture(
         try:
             found = tracer.run(dataclasses.replace(view, shape=tuple(images.shape)), *[None] * (len(places) - 1))
         except UnsupportedError as error:
-            raise UnsupportedError(str(error.args[0]).partition("\n\nWhile executing")[0]) from None
+            advice = _without([tracer.node], last, names)
+            raise UnsupportedError(str(error.args[0]).partition("\n\nWhile executing")[0] + advice) from None
         except ARGUMENTS as error:
             reason = str(error).partition("\n\nWhile executing")[0]
-            raise tracer.refusal(f"{tracer.node.target} ({type(error).__name__}: {reason})") from error
+            refusal = tracer.refusal(f"{tracer.node.target} ({type(error).__name__}: {reason})")
+            raise UnsupportedError(f"{refusal}{_without([tracer.node], last, names)}") from error
+    if refusals:
+        advice = _without(tracer.refused, last, names)
+        refusals[:] = [f"{text}{advice}" for text in refusals]
     for name, each in zip(names, found, strict=True):
         if not isinstance(each, View):
             is_step = is_computed(each)
             why = "is a step on the way to attention or a normalisation" if is_step else "does not depend on the images"
-            raise UnsupportedError(f"output {name!r} {why}")
+            others = [other for other, x in zip(names, found, strict=True) if isinstance(x, View)]
+            raise UnsupportedError(f"output {name!r} {why}" + f"; outputs={others} leaves it out" * bool(others))
         if each.source.kind == "images":
             raise UnsupportedError(f"output {name!r} is the images, rearranged; outputs can name others")
     return Captured(
@@ -114,6 +118,38 @@ def capture(
         functools.partial(select_outputs, outputs=wanted, padded=padded),
         _places(tracer, images.shape[1]) if padded else {},
     )
+
+
+def _help(error: Exception, model: nn.Module, outputs: Any) -> str:
+    """Say what to do about an error of ``torch.export``; arguments as of :func:`capture`."""
+    if isinstance(error, TypeError) and "missing a required argument" in str(error):
+        return "; a network takes images or texts alone, and outputs can be a function that gives the model the rest"
+    if "specialized it to be a constant" in str(error):
+        return "; the model must work for any batch: x.shape[0] or -1 in place of len(x) or a number"
+    if outputs is None and {"input_ids", "pixel_values"} <= parameters_of(model.forward).keys():
+        return (
+            "; it has two towers, and a network is one of them: outputs=lambda model, x: model.get_image_features(x), or "
+            "get_text_features"
+        )
+    return ""
+
+
+def _without(nodes: Sequence[fx.Node], last: fx.Node, names: Sequence[str]) -> str:
+    """Say which outputs do not need nodes that have no integer form.
+
+    Args:
+        nodes: of the traced graph.
+        last: that returns the outputs.
+        names: of the outputs, in their order.
+    """
+    needing, left = set(nodes), list(nodes)
+    while left:
+        further = [x for x in left.pop().users if x not in needing]
+        needing.update(further)
+        left += further
+    returned: Any = last.args[0]
+    others = [name for name, x in zip(names, returned, strict=True) if x not in needing]
+    return f"; outputs={others} leaves it out" if others else ""
 
 
 def _places(tracer: Tracer, tokens: int) -> dict[fx.Node, torch.Tensor]:

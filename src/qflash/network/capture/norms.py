@@ -148,6 +148,9 @@ def mean(trace: Tracer, x: Any, dims: Any = None, keepdim: bool = False, **more:
         raise RefusedError("mean of everything")
     dims = sorted(d % len(x.shape) for d in ([dims] if isinstance(dims, int) else dims))
     kept = [d for d in range(len(x.shape)) if d not in dims]
+    if all(x.shape[d] == 1 for d in dims):
+        # of one query, as a pooling head has it
+        return x if keepdim else x.moved(lambda y: y.squeeze(tuple(dims)))
     if len(kept) != 2 or kept[0] != 0:
         raise RefusedError(f"mean over dimensions {dims} of {x.shape}")
     rows = x.moved(lambda y: y.permute(kept[0], *dims, kept[1]).flatten(1, -2))

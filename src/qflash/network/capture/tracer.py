@@ -64,6 +64,7 @@ class Tracer(fx.Interpreter):
 
     Attributes:
         operations: that were found, in order.
+        refused: nodes of the traced graph without an integer form, that were passed over.
         node: of the traced graph, at which it is.
         visible: bool (batch, tokens), which places of the traced texts count as tokens, in all of the first text; None where
             there are no masks.
@@ -85,6 +86,7 @@ class Tracer(fx.Interpreter):
         super().__init__(module, garbage_collect_values=False)
         self.handlers, self.wrapped, self.refusals, self.visible = handlers, wrapped, refusals, visible
         self.operations: list[Operation] = []
+        self.refused: list[fx.Node] = []
         self.node: fx.Node
 
     def run_node(self, n: fx.Node) -> Any:
@@ -100,6 +102,7 @@ class Tracer(fx.Interpreter):
             # of what follows an operation that was refused nothing is known
             if not any(isinstance(x, View) and x.source.kind == "unknown" for x in views):
                 self.refusals.append(str(found))
+                self.refused.append(self.node)
         return torch.utils._pytree.tree_map_only(torch.Tensor, self._unknown, n.meta["val"])
 
     def _unknown(self, like: torch.Tensor) -> View:

@@ -22,7 +22,7 @@ from ..graph import IMAGES, IntegerNetwork
 from .attention import lower_attention
 from .builder import Builder, Ranges
 from .layers import lower_activation, lower_add, lower_linear, lower_norm, lower_product
-from .outputs import lower_mean, lower_output, lower_select
+from .outputs import drop_tokens, lower_mean, lower_output, lower_select
 
 RULES: dict[str, Callable[[Builder, Operation], None]] = {
     **dict.fromkeys(ACTIVATIONS, lower_activation),
@@ -50,7 +50,14 @@ class Lowering(Builder):
             if (rule := RULES.get(operation.kind)) is not None:
                 rule(self, operation)
         ends = {output.name: lower_output(self, output) for output in self.captured.outputs}
-        return IntegerNetwork(self.nodes, self.modules, self.image, self.recipe, ends)
+        network = IntegerNetwork(self.nodes, self.modules, self.image, self.recipe, ends)
+        shapes = network.shapes()
+        for output in self.captured.outputs:
+            if len(output.view.shape) == 2 < len(shapes[ends[output.name]]) and output.arrangement is None:
+                ends[output.name] = drop_tokens(self, output, ends[output.name])
+        if ends != network.outputs:
+            network = IntegerNetwork(self.nodes, self.modules, self.image, self.recipe, ends)
+        return network
 
     def fill(self, network: IntegerNetwork, ranges: Ranges, mean: Sequence[float], deviation: Sequence[float]) -> None:
         """Fill the network's modules in from what calibration saw.

@@ -135,6 +135,15 @@ def lower_output(net: Builder, output: Output) -> str:
     if (tokens := output.arrangement) is None:
         return node
     made = Tokens(tokens.first, tokens.count, tokens.shape, tokens.channels_first, tokens.joined)
+    return _arranged(net, output, made, node)
+
+
+def drop_tokens(net: Builder, output: Output, node: str) -> str:
+    """Return a node that makes (batch, channels) of one token of an image: a layer behind a pooling by attention."""
+    return _arranged(net, output, Tokens(0, 1, joined=output.view.shape[1:]), node)
+
+
+def _arranged(net: Builder, output: Output, made: Tokens, node: str) -> str:
     name = net.add(output.name, made, node)
     net.fills(lambda ranges: net.scales.__setitem__(name, net.scales[node]))
     return name

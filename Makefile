@@ -15,8 +15,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# pip does not compile what it installs, 2,400 files of PyTorch alone: the first import does. Kept here even where the
-# environment forbids it, since the tests start hundreds of processes.
+# We install with --no-compile: of 2,400 files of PyTorch alone the tests import a part. What they import is compiled once
+# and kept here, even where the environment forbids it, since the tests start hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
 

@@ -44,7 +44,7 @@ def slow(*values: Any) -> Any:
 def few(cases: Iterable[Any], count: int = 3) -> list[Any]:
     """Return cases for parametrize that take one path: all are slow but ``count`` at equal distances, ends included."""
     each = list(cases)
-    kept = {round(index * (len(each) - 1) / (count - 1)) for index in range(count)}
+    kept = {round(index * (len(each) - 1) / max(count - 1, 1)) for index in range(count)}
     return [case if index in kept else slow(case) for index, case in enumerate(each)]
 
 

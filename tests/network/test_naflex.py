@@ -51,7 +51,6 @@ def network(model: Any, processor: Any) -> Any:
     return qflash.quantize_model(model, [images], mean=transform.mean, std=transform.std, sizes=SIZES, progress=False)
 
 
-@pytest.mark.slow
 def test_images_of_any_proportions_give_what_the_model_gives_of_their_padded_patches(
     model: Any, processor: Any, network: Any
 ) -> None:
@@ -95,3 +94,36 @@ def test_what_is_no_whole_patch_is_refused(model: Any, processor: Any) -> None:
     with pytest.raises(ValueError, match="size must be of multiples of 8, the side of a patch, got 30 x 30"):
         qflash.image_transform(processor, 30)
     assert qflash.image_transform(processor).size == (3, 40, 40)
+    with pytest.raises(ValueError, match="images must have 3 channels, got 1"):
+        qflash.quantize_model(model, [pixels[:, :1, :32]], mean=[0.5], std=[0.5], progress=False)
+
+
+@pytest.mark.parametrize("options", [{"do_resize": False}, {"max_num_patches": 0}])
+def test_processors_that_do_not_resize_are_refused(options: dict[str, Any]) -> None:
+    made = transformers.Siglip2ImageProcessor(**{"patch_size": PATCH, "max_num_patches": 28, **options})
+    with pytest.raises(ValueError, match="Siglip2ImageProcessor must resize images to at most max_num_patches patches"):
+        qflash.image_transform(made)
+
+
+def test_patches_of_another_kind_are_refused(processor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = type(processor).__call__
+
+    def brighter(self: Any, *args: Any, **options: Any) -> Any:
+        found = whole(self, *args, **options)
+        found["pixel_values"] = found["pixel_values"] + 0.1
+        return found
+
+    monkeypatch.setattr(type(processor), "__call__", brighter)
+    with pytest.raises(ValueError, match="does more than resizing"):
+        qflash.image_transform(processor, SIZES[0])
+
+
+def test_a_tower_of_two_is_taken_by_a_function() -> None:
+    config = transformers.Siglip2Config(vision_config=PARTS, text_config={"hidden_size": 48})
+    both = redrawn(transformers.Siglip2Model(config))
+    images = torch.stack([torch.from_numpy(np.array(photo(number, 24, 32))).permute(2, 0, 1) for number in range(8)])
+    found = qflash.quantize_model(
+        both, [images], mean=[0.5] * 3, std=[0.5] * 3, progress=False, min_sqnr=None,
+        outputs=lambda model, pixels: {"pooled": model.vision_model(pixels).pooler_output},
+    )  # fmt: skip
+    assert list(found.outputs) == ["pooled"] and not both.vision_model._forward_pre_hooks

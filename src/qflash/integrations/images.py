@@ -142,11 +142,15 @@ def _of_processor(processor: Any, size: tuple[int, int] | None) -> ImageTransfor
     mean, std = (torch.tensor(x, dtype=torch.float32, device="cpu").view(-1, 1, 1) for x in (means, deviations))
     # a processor that rescales before it resizes does not round to whole grey levels
     if wanted.shape != made.shape or bool((((made / 255 - mean) / std - wanted) * std).abs().max() > 1.5 / 255):
-        raise ValueError(
-            f"{type(processor).__name__} does more than resizing, cropping, rescaling and normalising; transform images "
-            "yourself to uint8 (channels, height, width), and pass mean and std"
-        )
+        raise ValueError(_more_than_resizing(processor))
     return ImageTransform(pixels, made.shape, means, deviations)
+
+
+def _more_than_resizing(processor: Any) -> str:
+    return (
+        f"{type(processor).__name__} does more than resizing, cropping, rescaling and normalising; transform images "
+        "yourself to uint8 (channels, height, width), and pass mean and std"
+    )
 
 
 def _statistics(processor: Any, channels: int) -> tuple[list[float], list[float]]:
@@ -163,17 +167,34 @@ def _of_patches(processor: Any, size: tuple[int, int] | None) -> ImageTransform:
     """Return what resizes images as a processor does that cuts them into patches."""
     import numpy as np
 
-    patch = processor.patch_size
-    side = math.isqrt(processor.max_num_patches) * patch
+    patch, most = (getattr(processor, name, None) for name in ("patch_size", "max_num_patches"))
+    if not (isinstance(patch, int) and isinstance(most, int) and patch > 0 and most > 0 and processor.do_resize):
+        raise ValueError(
+            f"{type(processor).__name__} must resize images to at most max_num_patches patches of patch_size, got "
+            f"do_resize={getattr(processor, 'do_resize', None)}, max_num_patches={most}, patch_size={patch}; transform images "
+            "yourself to uint8 (channels, height, width), and pass mean and std"
+        )
+    side = math.isqrt(most) * patch
     height, width = size or (side, side)
     if height % patch or width % patch:
         raise ValueError(f"size must be of multiples of {patch}, the side of a patch, got {height} x {width}")
 
-    def pixels(image: Any) -> torch.Tensor:
-        resized = image.resize((width, height), processor.resample)
-        return torch.from_numpy(np.array(resized)).permute(2, 0, 1).contiguous()
+    def resized(image: Any, height: int, width: int) -> torch.Tensor:
+        found = image.resize((width, height), processor.resample)
+        return torch.from_numpy(np.array(found)).permute(2, 0, 1).contiguous()
 
-    return ImageTransform(pixels, (3, height, width), *_statistics(processor, 3))
+    means, deviations = _statistics(processor, 3)
+    mean, std = (torch.tensor(x, dtype=torch.float32, device="cpu").view(-1, 1, 1) for x in (means, deviations))
+    probe = _probe()
+    made = processor(probe, return_tensors="pt")
+    down, across = (int(x) for x in made["spatial_shapes"][0])
+    cut = (resized(probe, down * patch, across * patch) / 255 - mean) / std
+    cut = cut.reshape(3, down, patch, across, patch).permute(1, 3, 2, 4, 0).reshape(down * across, -1)
+    wanted = torch.as_tensor(made["pixel_values"][0]).float()[: down * across]
+    # grey levels may be rounded otherwise
+    if wanted.shape != cut.shape or bool((wanted - cut).abs().max() > 1.5 / 255 / min(deviations)):
+        raise ValueError(_more_than_resizing(processor))
+    return ImageTransform(lambda image: resized(image, height, width), (3, height, width), means, deviations)
 
 
 def _sides(size: Any) -> int:

@@ -86,7 +86,7 @@ def is_constant(rows: torch.Tensor) -> bool:
     return len(rows) > 1 and bool((rows == rows[:1]).all())
 
 
-def _in_float32(model: nn.Module) -> nn.Module:
+def in_float32(model: nn.Module) -> nn.Module:
     """Return the model, or a copy in float32 where it has parameters of 16 bits."""
     narrow = (torch.float16, torch.bfloat16)
     return copy.deepcopy(model).float() if any(x.dtype in narrow for x in model.parameters()) else model
@@ -106,7 +106,7 @@ def check_captured(captured: Captured, model: nn.Module, images: torch.Tensor) -
         ValueError: an output has another shape or less than 60 dB; the message names the first operation that differs. Or the
             model's holds NaN or infinity.
     """
-    exact = _in_float32(model)
+    exact = in_float32(model)
     selected = captured.select(exact)
     with exact_floats():
         try:

@@ -15,11 +15,11 @@ from ..specification.recipe import DEFAULT
 from .capture import capture
 from .capture.operations import BATCH, UnsupportedError
 from .capture.unread import drop_unread_rows, split_layers
-from .checks import exact_floats
+from .checks import exact_floats, in_float32
 from .outputs import OutputsOf
 from .patterns import Lowering
 from .quality import Quality, sqnr_db
-from .quantize import Preparation, quantize_model
+from .quantize import Preparation, find_statistics, quantize_model
 from .rotation import rotate_streams
 
 DRAWN = 4
@@ -86,24 +86,26 @@ def network_coverage(
         progress: whether to show a bar while it computes.
 
     Raises:
-        TypeError, ValueError: ``outputs`` is not what :func:`qflash.quantize_model` takes.
+        TypeError, ValueError: ``outputs`` or ``statistics`` is not what :func:`qflash.quantize_model` takes.
     """
     found = _traced(model, image, outputs)
     if statistics is None or found.refusals:
         return found
+    mean, std = find_statistics(model, image[0], *statistics)
     images = drawn_images(image)
     try:
-        network = quantize_model(model, [images], mean=statistics[0], std=statistics[1], outputs=outputs, progress=progress)
-        captured = network.lowering.captured
-        parameter = next(model.parameters())
-        exact = Preparation(*statistics, parameter.device)(images, parameter.dtype)
+        network = quantize_model(model, [images], mean=mean, std=std, outputs=outputs, progress=progress)
+        captured, exact = network.lowering.captured, in_float32(model)
+        prepared = Preparation(mean, std, next(model.parameters()).device)(images, torch.float32)
         with torch.inference_mode(), exact_floats():
-            wanted, made = captured.pick(captured.select(model)(exact)), captured(exact)
+            wanted, made = captured.pick(captured.select(exact)(prepared)), captured(prepared)
             captured_db = min(sqnr_db(wanted[name], made[name]) for name in wanted)
+    except MemoryError:
+        raise
     except Exception as error:  # whatever happens is what is asked for
         kind = "" if isinstance(error, (ValueError, TypeError)) else f"{type(error).__name__}: "
         reason = f"computed on {DRAWN} drawn images: {kind}{error}"
-        return dataclasses.replace(found, refusals=(reason,))
+        return NetworkCoverage({}, {}, (reason,))
     return dataclasses.replace(found, captured_db=captured_db, quality=network.quality)
 
 

@@ -72,8 +72,11 @@ def _as_patches(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> t
     images = args[0] if args else options.get("pixel_values")
     if len(args) > 1 or "spatial_shapes" in options or not isinstance(images, torch.Tensor) or images.dim() != 4:
         return args, options
-    patch = getattr(model.config, "vision_config", model.config).patch_size
+    config = getattr(model.config, "vision_config", model.config)
+    patch = config.patch_size
     batch, channels, height, width = images.shape
+    if channels != config.num_channels:
+        raise ValueError(f"images must have {config.num_channels} channels, got {channels}")
     if height % patch or width % patch:
         raise ValueError(f"images must have sides that are multiples of {patch}, got {height} x {width}")
     shape = height // patch, width // patch
@@ -94,9 +97,9 @@ def select_outputs(model: nn.Module, outputs: Sequence[str] | OutputsOf | None, 
 
     Raises:
         TypeError: ``outputs`` is neither None, a function nor a list of names.
-        ValueError: there are no names, or one is named twice.
+        ValueError: there are no names, or one is named twice; or a model that takes patches cannot be copied.
     """
-    changed = padded or takes_patches(model)
+    changed = padded or any(map(takes_patches, model.modules()))
     if outputs is None:
         return Selected(model, None, padded) if changed else model
     if callable(outputs):
@@ -125,8 +128,11 @@ class Selected(nn.Module):
         self.padded = padded
         self.model, self.outputs = copy_of(model), outputs
         self.training = model.training
-        if takes_patches(model) and self.model is not model:
-            self.model.register_forward_pre_hook(_as_patches, with_kwargs=True)
+        parts = [part for part in self.model.modules() if takes_patches(part)]
+        if parts and self.model is model:
+            raise ValueError(f"{type(model).__name__} takes patches, and its modules cannot be copied to give them images")
+        for part in parts:
+            part.register_forward_pre_hook(_as_patches, with_kwargs=True)
 
     def forward(self, images: torch.Tensor) -> Any:
         """Return what the function does, or outputs by name.

@@ -825,7 +825,8 @@ package has no fp16, so it takes the inputs in bf16. SageAttention takes 64, 96 
         REPLAY,
         (peers_run("float8") if float8_file() == file_of("peers_float8") else "The run of the first table.")
         + """ Quantisation is outside the clock. FA3 float8 takes e4m3 with one scale a tensor, of a multiple of 16 channels,
-and returns bf16. The run of cuDNN float8 ended before the shapes for which it has no time."""
+and returns bf16. cuDNN takes multiples of 16 channels, too; its run ended
+before the last eight shapes, whose rows are of the first table's run."""
         + ("" if col.CUDNN_FLOAT8 in methods_of(float8_file()) else CUDNN_LEFT_OUT),
         Table(beside_float8, from_8_bits),
         (float8_file(),),
@@ -956,7 +957,8 @@ of its queries at once, else of one iteration of its loops over the keys.
 * `vit-257`, `vit-257-80`, `vit-577`, `vit-1370` and `vit-729-72` take the sm_90 resident kernel on Hopper, elsewhere the
   streaming kernel. `vit-577` is 0.7 in the first pass and 8.8 in the second.
 * `vit-80` has few heads: two warps share each row. `vit-hundreds` and `vit-257-80` contain code for tail queries too.
-* `swin`, `swin-windows` and `swin-thousands` are one tile of 16 queries per warp and all that precedes it, with a bias twice.
+* `swin`, `swin-windows` and `swin-thousands` are one tile of 16 queries per warp and all that precedes it;
+  with a bias the code is there twice, for tiles with and without marks.
 * Of the streaming kernel, the loops that usually run are counted: 1.0 in the first pass and 8.5 in the second at d = 64.
   `long-64` has per-channel scales and exact row sums, and 120 spills.""",
         CODE,

@@ -199,7 +199,7 @@ def trace(path: Path, parts: dict[str, Part]) -> Iterator[Trace]:
                 yield Trace(name, "text", "", 1, words[max(0, match.start() - 30) : match.end() + 30])
 
 
-DEFINED = ("3.10", "2.11", "3.6", "2.4", "4.53", "2.0", "32.50", "31.02", "20", "40", "10", "1", "1.5")
+DEFINED = ("3.10", "2.11", "3.6", "2.4", "4.53", "2.0", "20", "40", "10", "1", "1.5")
 """Figures in README's text that are versions, the paper's, or what decibels mean; measured ones are generated."""
 
 

@@ -518,7 +518,7 @@ ALTERED: dict[str, tuple[str, Callable[[Any], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", few(ALTERED, 16))
+@pytest.mark.parametrize("name", few(ALTERED, 8))
 def test_an_altered_model_is_right_or_refused_by_name(name: str) -> None:
     family, change, expected = ALTERED[name]
     model = build(family, num_classes=10)

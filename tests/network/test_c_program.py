@@ -58,7 +58,7 @@ def printed(folder: pathlib.Path, images: torch.Tensor) -> dict[str, torch.Tenso
     return {name: torch.tensor(each, dtype=torch.int32) for name, each in rows.items()}
 
 
-@pytest.mark.parametrize("kind", few(KINDS, 5))
+@pytest.mark.parametrize("kind", few(KINDS, 3))
 def test_the_program_prints_the_networks_integers(made: Any, programs: dict[str, pathlib.Path], kind: str) -> None:
     model, network = made(kind)
     images = draw(model, 4, seed=21)

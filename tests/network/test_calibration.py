@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import qflash
-from helpers import slow
+from helpers import few, slow
 from qflash.network.calibration import EXPECTED, METHODS, Observer, _marks
 from small_networks import build, decibels, draw, normalise
 
@@ -127,7 +127,7 @@ def test_expected_ranges_do_not_grow_with_the_number_of_images() -> None:
     assert widths["minmax", 400] / widths["minmax", 10] > 1.15
 
 
-@pytest.mark.parametrize("method", [EXPECTED, *METHODS])
+@pytest.mark.parametrize("method", few([EXPECTED, *METHODS], 2))
 @pytest.mark.parametrize("family", ["vit", slow("swin")])
 def test_networks_do_not_depend_on_batches(family: str, method: str, tmp_path: Path) -> None:
     model = build(family, num_classes=10)

@@ -50,7 +50,7 @@ def outputs_of(model: nn.Module, network: Any, x: torch.Tensor) -> dict[str, tor
     return {name: found[name] for name in network.outputs}
 
 
-@pytest.mark.parametrize("name", few(FAMILIES, 12))
+@pytest.mark.parametrize("name", few(FAMILIES, 6))
 def test_captured_operations_compute_what_the_model_does(name: str) -> None:
     model = make(name).double()
     captured = capture(model, normalise(images(BATCH)).double())
@@ -93,7 +93,7 @@ def test_a_view_that_strides_allowed_is_captured() -> None:
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("name", few(FAMILIES, 14))
+@pytest.mark.parametrize("name", few(FAMILIES, 7))
 def test_integers_stay_close_to_the_model(name: str) -> None:
     model, network = quantised(name)
     x = images(6, 5)
@@ -172,7 +172,7 @@ def test_linear_layers_run_with_the_products_behind_them(name: str, monkeypatch:
     assert network.product_of(index, parts) is None
 
 
-@pytest.mark.parametrize("name", few(FAMILIES, 4))
+@pytest.mark.parametrize("name", few(FAMILIES, 3))
 def test_every_node_can_stay_float(name: str, tmp_path: Path) -> None:
     """With all of them a network is its model; with every second one it is closer, saves, loads and exports to ONNX."""
     model, network = quantised(name)

@@ -22,7 +22,7 @@ from qflash.network.modules import Linear
 from small_networks import KINDS, draw
 
 
-@pytest.mark.parametrize("kind", few(KINDS, 6))
+@pytest.mark.parametrize("kind", few(KINDS, 4))
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_graph_has_the_bits_of_the_layers(made: Any, kind: str, batch: int) -> None:
     model, network = made(kind)

@@ -271,7 +271,7 @@ def test_a_bias_that_masks_keys_is_refused() -> None:
 # --- whole networks -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=few(KINDS, 5))
+@pytest.fixture(scope="module", params=few(KINDS, 3))
 def exported(
     request: pytest.FixtureRequest, made: Callable[[str], tuple[Any, Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Any, Any, pathlib.Path]:

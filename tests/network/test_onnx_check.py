@@ -14,6 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from helpers import slow
 from qflash.cli import app
 from qflash.network import onnx_check
 from qflash.network.onnx_check import check_onnx, self_test_images
@@ -69,7 +70,7 @@ def test_images_differ_in_what_a_network_sees() -> None:
     assert means.std() > 40 and images.min() < 10 and images.max() > 245 and not torch.equal(images[0], images[1])
 
 
-@pytest.mark.parametrize("kind", ["class token", "swin", "mean features", "grey"])
+@pytest.mark.parametrize("kind", ["class token", "swin", slow("mean features"), slow("grey")])
 @pytest.mark.parametrize("batch", ["dynamic", 1, 3])
 def test_a_good_file_is_equal_everywhere(made: Made, tmp_path: Path, kind: str, batch: Any) -> None:
     path = tmp_path / "network.onnx"

@@ -34,7 +34,7 @@ def broadcast(tensors: Sequence[torch.Tensor], devices: Sequence[int], buffer_si
     return copies
 
 
-@pytest.mark.parametrize("kind", few(KINDS, 5))
+@pytest.mark.parametrize("kind", few(KINDS, 3))
 def test_replicas_have_the_bits_of_the_network(kind: str, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.setattr(comm, "broadcast_coalesced", broadcast)
     model, network = made(kind)

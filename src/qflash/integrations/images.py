@@ -138,19 +138,28 @@ def _of_processor(processor: Any, size: tuple[int, int] | None) -> ImageTransfor
 
     probe = _probe()
     wanted, made = torch.as_tensor(processor(probe, **options)["pixel_values"][0]).float(), pixels(probe)
+    return ImageTransform(pixels, made.shape, *_require_resizing(processor, made, wanted))
+
+
+def _require_resizing(processor: Any, made: torch.Tensor, wanted: torch.Tensor) -> tuple[list[float], list[float]]:
+    """Return the mean and the deviation of each channel that a processor normalises by, if that is all it does to pixels.
+
+    Args:
+        made: pixels of an image, uint8 (channels, height, width).
+        wanted: what the processor makes of the image, of the same shape.
+
+    Raises:
+        ValueError: it does more.
+    """
     means, deviations = _statistics(processor, len(made))
     mean, std = (torch.tensor(x, dtype=torch.float32, device="cpu").view(-1, 1, 1) for x in (means, deviations))
     # a processor that rescales before it resizes does not round to whole grey levels
     if wanted.shape != made.shape or bool((((made / 255 - mean) / std - wanted) * std).abs().max() > 1.5 / 255):
-        raise ValueError(_more_than_resizing(processor))
-    return ImageTransform(pixels, made.shape, means, deviations)
-
-
-def _more_than_resizing(processor: Any) -> str:
-    return (
-        f"{type(processor).__name__} does more than resizing, cropping, rescaling and normalising; transform images "
-        "yourself to uint8 (channels, height, width), and pass mean and std"
-    )
+        raise ValueError(
+            f"{type(processor).__name__} does more than resizing, cropping, rescaling and normalising; transform images "
+            "yourself to uint8 (channels, height, width), and pass mean and std"
+        )
+    return means, deviations
 
 
 def _statistics(processor: Any, channels: int) -> tuple[list[float], list[float]]:
@@ -183,18 +192,13 @@ def _of_patches(processor: Any, size: tuple[int, int] | None) -> ImageTransform:
         found = image.resize((width, height), processor.resample)
         return torch.from_numpy(np.array(found)).permute(2, 0, 1).contiguous()
 
-    means, deviations = _statistics(processor, 3)
-    mean, std = (torch.tensor(x, dtype=torch.float32, device="cpu").view(-1, 1, 1) for x in (means, deviations))
     probe = _probe()
-    made = processor(probe, return_tensors="pt")
-    down, across = (int(x) for x in made["spatial_shapes"][0])
-    cut = (resized(probe, down * patch, across * patch) / 255 - mean) / std
-    cut = cut.reshape(3, down, patch, across, patch).permute(1, 3, 2, 4, 0).reshape(down * across, -1)
-    wanted = torch.as_tensor(made["pixel_values"][0]).float()[: down * across]
-    # grey levels may be rounded otherwise
-    if wanted.shape != cut.shape or bool((wanted - cut).abs().max() > 1.5 / 255 / min(deviations)):
-        raise ValueError(_more_than_resizing(processor))
-    return ImageTransform(lambda image: resized(image, height, width), (3, height, width), means, deviations)
+    cut = processor(probe, return_tensors="pt")
+    down, across = (int(x) for x in cut["spatial_shapes"][0])
+    patches = torch.as_tensor(cut["pixel_values"][0]).float()[: down * across].reshape(down, across, patch, patch, -1)
+    whole = patches.permute(4, 0, 2, 1, 3).flatten(3).flatten(1, 2)
+    statistics = _require_resizing(processor, resized(probe, *whole.shape[1:]), whole)
+    return ImageTransform(lambda image: resized(image, height, width), (3, height, width), *statistics)
 
 
 def _sides(size: Any) -> int:

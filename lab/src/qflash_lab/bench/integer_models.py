@@ -182,7 +182,9 @@ def _statistics(model: nn.Module) -> dict[str, tuple[float, ...]]:
 
 
 def _normalised(pixels: torch.Tensor, model: nn.Module, dtype: torch.dtype) -> torch.Tensor:
-    mean, std = (torch.tensor(each, device=pixels.device).view(1, -1, 1, 1) for each in _statistics(model).values())
+    mean, std = (
+        torch.tensor(each, dtype=torch.float32, device=pixels.device).view(1, -1, 1, 1) for each in _statistics(model).values()
+    )
     return ((pixels.float() / 255 - mean) / std).to(dtype)
 
 

@@ -149,7 +149,7 @@ def resident_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch
         elif total:
             grid = (triton.cdiv(total, share), 1, 1)
         arguments = part.arguments | constants | {"share": share, "total": total, "STRIDES": strides_of(part.arguments, True)}
-        arguments = {name: arguments[name] for name in kernel.arg_names}
+        arguments = kernel_arguments(kernel, arguments, {})
         launches.append(KernelLaunch(kernel, grid, arguments, options, "sm90.resident", scores))
     return launches
 
@@ -335,7 +335,7 @@ def packed_launch(call: VarlenCall, out: torch.Tensor) -> KernelLaunch:
     exact = recipe.takes_exact_sum(lengths.most_keys)
     arguments |= {"QUANTIZE": True, "CENTER": recipe.smooth_key, "QUERY_TOKEN": True, "EXACT": exact}
     arguments |= {"RECIPE": recipe_of(arguments), "STRIDES": strides_of(arguments, False)}
-    arguments = {name: arguments[name] for name in kernel.arg_names}
+    arguments = kernel_arguments(kernel, arguments, {})
     scores = ScoreTile(tiles.block_m, tile, whole=False)
     return KernelLaunch(kernel, (parts, heads, lengths.sequences), arguments, launch_options(tiles), "sm90.packed", scores)
 
@@ -429,6 +429,6 @@ def linear_launch(call: LinearCall) -> KernelLaunch:
             tiles.block_m, tiles.block_n, _LINEAR_DEPTH, outputs % tiles.block_n == 0, group, tiles.stages, dependent
         ),
     }
-    arguments = {name: arguments[name] for name in kernel.arg_names}
+    arguments = kernel_arguments(kernel, arguments, {})
     options = {"num_warps": tiles.warps, "maxnreg": tiles.registers, "launch_pdl": dependent != ""}
     return KernelLaunch(kernel, (programs,), arguments, options)

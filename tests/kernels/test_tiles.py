@@ -124,10 +124,8 @@ def test_thousands_of_windows_get_programs_of_one_warp(table: pathlib.Path) -> N
 
 
 def test_hopper_has_kernels_of_its_own() -> None:
-    def rule(
-        keys: int = 197, dim: int = 64, queries: int = 197, recipe=DEFAULT, capability=(9, 0), masked: bool = False
-    ) -> Tiles:
-        return choose_tiles(AttentionShape(recipe, dim, dim, queries, keys, masked=masked), capability)
+    def rule(keys: int = 197, dim: int = 64, queries: int = 197, recipe=DEFAULT, capability=(9, 0), **more: bool) -> Tiles:
+        return choose_tiles(AttentionShape(recipe, dim, dim, queries, keys, **more), capability)
 
     assert rule().family == rule(keys=256).family == rule(keys=65, dim=32).family == tiles.SM90_RESIDENT
     assert rule(dim=80).family == rule(keys=729, dim=72).family == tiles.SM90_RESIDENT
@@ -135,14 +133,17 @@ def test_hopper_has_kernels_of_its_own() -> None:
     assert rule(keys=1281, dim=72).family == rule(keys=1152, dim=96).family == tiles.SM90_RESIDENT
     assert rule(keys=4096, dim=128).family == rule(keys=1825).family == rule(keys=897, dim=104).family == tiles.SM90_STREAMING
     assert rule(keys=1345, dim=72).family == rule(keys=1217, dim=96).family == tiles.SM90_STREAMING
+    # a class token, and pooling
+    assert rule(queries=1).family == rule(keys=1370, queries=32).family == tiles.SM90_RESIDENT
+    assert rule(keys=1281, dim=72, queries=1).family == tiles.SM90_RESIDENT
     others = [
         rule(keys=4096, dim=32),
-        rule(keys=257, queries=32),
+        rule(keys=1825, queries=32),
+        rule(keys=1281, dim=72, queries=1, fused=True),
         rule(keys=257, masked=True),
         rule(keys=64),
         rule(dim=84),
         rule(dim=136),
-        rule(queries=32),
         rule(masked=True),
         rule(capability=(8, 0)),
     ]

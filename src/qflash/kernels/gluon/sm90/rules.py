@@ -55,6 +55,8 @@ PASSING_BY_FOUR, PASSING_BY_EIGHT = 1.05, 1.01
 
 APART_KEYS = 1200
 """Keys from which few heads are quantised by launches of their own: between 1025, where that is slower, and 1370."""
+FEW_QUERIES = 32
+"""So many queries, of a class token or of pooling, keep a program shorter than its keys take to be quantised."""
 
 
 def _misfit(shape: AttentionShape, capability: tuple[int, int]) -> str | None:
@@ -69,7 +71,7 @@ def _misfit(shape: AttentionShape, capability: tuple[int, int]) -> str | None:
         return (
             f"it takes 8 to 128 channels, a multiple of 8, as many of value; these are {shape.head_dim} and {shape.value_dim}"
         )
-    return None if shape.queries > 32 else f"it takes more than 32 queries, these are {shape.queries}"
+    return None
 
 
 def resident_misfit(shape: AttentionShape, capability: tuple[int, int]) -> str | None:
@@ -78,6 +80,9 @@ def resident_misfit(shape: AttentionShape, capability: tuple[int, int]) -> str |
         return reason
     if shape.keys <= 64:
         return f"it takes more than 64 keys, these are {shape.keys}"
+    if shape.fused and shape.queries <= FEW_QUERIES and shape.keys > APART_KEYS and shape.head_dim > 64:
+        # one launch is slow here (:func:`quantises_apart`), and launches of their own were not measured for wide heads
+        return f"it takes more than {FEW_QUERIES} queries of so many wide float keys, these are {shape.queries}"
     if row_fits_registers(shape.keys) or most_programs(shared_bytes(shape.keys, shape.head_dim)) > 0:
         return None
     return f"{shape.keys} keys of {shape.head_dim} channels do not fit a processor's shared memory"
@@ -96,6 +101,8 @@ def streams(shape: AttentionShape, capability: tuple[int, int]) -> str | None:
         return reason
     if shape.head_dim <= 32:
         return f"it takes more than 32 channels, these are {shape.head_dim}"
+    if shape.queries <= FEW_QUERIES:
+        return f"it takes more than {FEW_QUERIES} queries, these are {shape.queries}"
     if SHORT_ROW < shape.keys <= fp.SECTION_KEYS:
         return None
     return f"it takes {SHORT_ROW + 1} to {fp.SECTION_KEYS} keys, these are {shape.keys}"
@@ -189,12 +196,15 @@ def quantises_apart(queries: int, keys: int, heads: int, head_dim: int, processo
     us for 12 heads of 1370 keys. Its code quantises a whole head in registers, and grows with the row. Beside the other kernels
     of a DINOv2-B it takes 33.6 us, which costs the model 5 %: it then no longer seems to stay in the instruction caches. Up to
     one and a half blocks a processor, programs of the one launch quantise one or two heads each and wait for the slower: 16
-    heads of 1374 keys take 37.1 us and 33.3 apart, 24 of 1370 keys 48.0 and 50.5 (``own_bound_h200.json``).
+    heads of 1374 keys take 37.1 us and 33.3 apart, 24 of 1370 keys 48.0 and 50.5 (``own_bound_h200.json``). With one block of
+    queries a head, quantising is most of the work, and more programs share it apart: one query of 768 heads of 1370 keys takes
+    469 us in one launch, of which 88 are attention (``few_queries_h200.json``).
 
     Args:
         queries, keys, heads, head_dim, processors: as in :class:`Work`.
     """
-    return keys > APART_KEYS and head_dim <= 64 and 2 * triton.cdiv(queries, 128) * heads <= 3 * processors
+    few = queries <= 64 or 2 * triton.cdiv(queries, 128) * heads <= 3 * processors
+    return keys > APART_KEYS and head_dim <= 64 and few
 
 
 def most_packed_keys(head_dim: int, heads: int, processors: int) -> int:

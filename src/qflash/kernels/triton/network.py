@@ -292,13 +292,30 @@ def linear_launch(call: LinearCall) -> KernelLaunch:
     return KernelLaunch(int8_linear_kernel, grid, arguments, {"num_warps": warps, "num_stages": 3})
 
 
-def _norm_tile(rows: int, channels: int, processors: int) -> tuple[int, int]:
-    """Return rows a program of a normalisation and its warps; measured on an H200 (benchmarks/archive/few_tiles_h200.json).
+def _norm_tile(rows: int, channels: int, width: int, processors: int) -> tuple[int, int, int]:
+    """Return rows a program of a normalisation, its warps, and channels a part of its rows.
 
-    A thread has 24 to 64 numbers: with more, a processor has registers for too few programs to hide the time of loads.
+    With many rows a thread has 12 to 64 numbers: with more, a processor has registers for too few programs to hide the time of
+    loads (benchmarks/archive/few_tiles_h200.json). Parts are whole where a token's channels have a large power of two among
+    their factors. With few rows a program lasts as long as its loads wait, one behind the other: a row is one padded part, and
+    four warps have a program of their own (norm_tiles_h200.json).
+
+    Args:
+        rows, channels: of the output.
+        width: channels of a token, of which a row has one or several.
+        processors: of the GPU.
     """
-    block, warps = (32, 2) if channels <= 128 else (4, 2) if channels <= 512 else (4, 4)
-    return block if rows >= 2 * block * processors else 2, warps
+    block, warps = (32, 2) if channels <= 128 else (4, 2) if channels <= 256 else (4, 4)
+    part, padded = width & -width, triton.next_power_of_2(width)
+    if rows < 2 * block * processors:
+        if width == channels > 128 and padded <= 2048:
+            return 1, 4, padded
+        block = 2
+    if part * MAX_PARTS < channels:
+        part = padded
+    elif block > 2:
+        part = min(part, max(_NORM_PART, triton.next_power_of_2(triton.cdiv(channels, MAX_PARTS))))
+    return block, warps, part
 
 
 def heads_apart(h: torch.Tensor) -> bool:
@@ -334,13 +351,7 @@ def layer_norm_launch(
     width = h.shape[-1]
     heads, pitch = (0, 0) if h.is_contiguous() else (h.shape[-2], h.stride(-3))
     new_tokens, pieces = (1, 0) if gather is None else gather.shape
-    # whole parts of a token where its channels have a large power of two among their factors, one padded part otherwise
-    block, warps = _norm_tile(rows, channels, processors_of(h.device))
-    part = width & -width
-    if part * MAX_PARTS < channels:
-        part = triton.next_power_of_2(width)
-    elif block > 2:
-        part = min(part, max(_NORM_PART, triton.next_power_of_2(triton.cdiv(channels, MAX_PARTS))))
+    block, warps, part = _norm_tile(rows, channels, width, processors_of(h.device))
     dependent = dependent_launch(h.device, out.numel())
     arguments = {
         "h_ptr": h,

@@ -88,6 +88,25 @@ def test_whole_networks_have_the_cpus_bits(made: Any, kind: str) -> None:  # noq
             assert all(torch.equal(out.cpu(), want) for out in outputs)
 
 
+def test_weights_written_just_before_a_forward_pass(made: Any) -> None:  # noqa: F811
+    """Launches read weights before they wait for the launch ahead, but not before what a user launched."""
+    model, network = made("class token")
+    moved = copy.deepcopy(network).cuda()
+    images = draw(model, 1, seed=3)
+    weights = [part.weight for part in moved.modules() if hasattr(part, "weight")]
+    kept = [weight.clone() for weight in weights]
+    want, given = network(images), images.cuda()
+    for number in range(60):
+        for weight in weights:
+            weight.zero_()
+        moved(given)
+        # the last to be written is each of them in turn
+        order = list(range(len(weights)))
+        for index in order[number % len(order) :] + order[: number % len(order)]:
+            weights[index].copy_(kept[index])
+        assert torch.equal(moved(given).cpu(), want)
+
+
 def test_a_captured_network(made: Any) -> None:  # noqa: F811
     model, network = made("swin")
     moved = copy.deepcopy(network).cuda()

@@ -361,6 +361,8 @@ class LinearPlan:
         WHOLE: the outputs (:mod:`.gluon.sm90.linear`), or the inputs (:mod:`.triton.network`), are a multiple of a block's.
         GROUP, STAGES, DEPENDENT: of :mod:`.gluon.sm90.linear`: outputs whose columns change places, slots of its ring, and
             :func:`.heuristics.dependent_launch`.
+        EARLY: it reads weights while the kernel ahead may still run.
+        AHEAD: it reads residual and constants of a tile before the products, not behind them; not of gated products.
     """
 
     BLOCK_M: int
@@ -370,6 +372,8 @@ class LinearPlan:
     GROUP: int = 0
     STAGES: int = 0
     DEPENDENT: str = ""
+    EARLY: bool = False
+    AHEAD: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

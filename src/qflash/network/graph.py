@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..integrations.images import check_size
+from ..kernels.settled import weights_may_change, weights_stay
 from ..scalars import whole_number
 from ..specification.recipe import Recipe
 from .cpu_graph import CpuGraph
@@ -303,11 +304,22 @@ class IntegerNetwork(IntegerModule):
             seen: is called with each node's name and output.
         """
         parts = self.parts_for(images)
+        # a hook may call anything, and a compiler sees operators, no launches
+        if seen is None and not torch.compiler.is_compiling():
+            with weights_stay():
+                return self._run(images, parts, None)
+        return self._run(images, parts, seen)
+
+    def _run(
+        self, images: torch.Tensor, parts: dict[str, IntegerModule], seen: Callable[[str, torch.Tensor], None] | None
+    ) -> dict[str, torch.Tensor]:
         values = {IMAGES: images}
         for index, node in enumerate(self.nodes):
             if node.name in values:
                 continue
             part, after = parts[node.name], None if seen is not None else self.product_of(index, parts)
+            if part._forward_hooks or part._forward_pre_hooks:
+                weights_may_change()
             if after is not None:
                 product = parts[after]
                 assert isinstance(product, Gated) and isinstance(part, Linear)

@@ -33,6 +33,7 @@ from ...launch_arguments import (
     side_by_side,
 )
 from ...launch_recorder import KernelLaunch, ScoreTile, kernel_arguments
+from ...settled import weights_are_settled
 from ...tiles import (
     SHORT_ROW,
     SM90_RESIDENT,
@@ -389,15 +390,15 @@ _LINEAR_DEPTH = 128
 def linear_refusal(call: LinearCall) -> str | None:
     """Return why :mod:`.sm90.linear` does not take the call, or None.
 
-    What the copy engine reads begins and goes on at multiples of 16 bytes; outputs are in groups of 16, 32 or 64.
+    What the copy engine reads begins and goes on at multiples of 16 bytes; outputs are in groups of 8 to 64.
     """
     outputs, inputs = call.weight.shape
     if call.x.device.type == "cpu" or capability_of(call.x.device) != (9, 0):
         return "it is for Hopper (sm_90)"
     if call.x.dtype != torch.int8:
         return "it takes int8"
-    if inputs % 16 or outputs % 16 or (call.x.data_ptr() | call.weight.data_ptr()) & 15:
-        return "it takes multiples of 16 inputs and outputs, from addresses that are multiples of 16"
+    if inputs % 16 or outputs % (16 if call.gated else 8) or (call.x.data_ptr() | call.weight.data_ptr()) & 15:
+        return "it takes multiples of 16 inputs and of 8 outputs, 16 if gated, from addresses that are multiples of 16"
     return None
 
 
@@ -418,6 +419,12 @@ def linear_launch(call: LinearCall) -> KernelLaunch:
         strides = [group // 2 * inputs, inputs, group // 8 * inputs, outputs // 2 * inputs, 1]
     block = [tiles.block_n // group, group // 8, 4, 2, _LINEAR_DEPTH]
     dependent = dependent_launch(call.x.device, rows * min(inputs, outputs))
+    plan = LinearPlan(
+        tiles.block_m, tiles.block_n, _LINEAR_DEPTH, outputs % tiles.block_n == 0, group, tiles.stages, dependent,
+        EARLY=weights_are_settled() and dependent == "early",
+        # a program with one tile has no products of another while it waits; registers hold the numbers of a narrow one
+        AHEAD=not call.gated and tiles.block_n == 64 and programs == wide * high,
+    )  # fmt: skip
     arguments = call.epilogue() | {
         "x_desc": _description(call.x, [rows, inputs], [inputs, 1], [tiles.block_m, _LINEAR_DEPTH]),
         "weight_desc": _description(call.weight, shape, strides, block),
@@ -425,9 +432,7 @@ def linear_launch(call: LinearCall) -> KernelLaunch:
         "inverse_wide": triton.cdiv(1 << 30, wide),
         "down": programs // wide,
         "across": programs % wide,
-        "PLAN": LinearPlan(
-            tiles.block_m, tiles.block_n, _LINEAR_DEPTH, outputs % tiles.block_n == 0, group, tiles.stages, dependent
-        ),
+        "PLAN": plan,
     }
     arguments = kernel_arguments(kernel, arguments, {})
     options = {"num_warps": tiles.warps, "maxnreg": tiles.registers, "launch_pdl": dependent != ""}

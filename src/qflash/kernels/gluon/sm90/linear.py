@@ -6,6 +6,10 @@ A program stays and takes one tile of outputs after the other; two or more progr
 activations and weights into a ring of slots in shared memory, STAGES - 1 steps of BLOCK_K inputs ahead, also over the end of
 a tile; mbarriers say when they have arrived.
 
+*Waiting.* With few rows a layer lasts as long as it waits for memory. EARLY, a program asks for the weights of its first steps
+before it waits for the kernel ahead; AHEAD, it reads what its tile needs behind the products before them
+(``benchmarks/archive/small_batch_h200.json``).
+
 *Columns.* A lane has columns 2t, 2t + 1 of every eight of an accumulator, with t = lane % 4. The copy engine writes the
 weights of a tile in an order with which these columns are neighbours in memory: of every GROUP outputs, those from
 GROUP/4 * t on. So sums go from the registers where they were made, through the epilogue, to memory in stores of up to sixteen
@@ -116,10 +120,8 @@ def _next_tile(m, n, wide, down, across):
 
 
 @gluon.jit
-def _rescale(sums, bias_ptr, multiplier_ptr, columns, outputs, left, EVEN: gl.constexpr):
-    """Sums (rows, columns) in the unit of the outputs, int32."""
-    bias = _constants(bias_ptr, columns, outputs, EVEN)
-    multiplier = _constants(multiplier_ptr, columns, outputs, EVEN)
+def _rescale(sums, bias, multiplier, left):
+    """Sums (rows, columns) in the unit of the outputs, int32; bias and multiplier are those of the columns."""
     numbers = [sums, 1 << left, bias[None, :], multiplier[None, :]]
     return gl.inline_asm_elementwise(RESCALED, "=r,r,r,r,r", numbers, gl.int32, True, 1)
 
@@ -137,20 +139,16 @@ def _store(o_ptr, at, y, there):
 
 
 @gluon.jit
-def _store_tile(
-    sums, m, n, numbers, places, EPILOGUE: gl.constexpr, EVEN: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr
-):
-    """Take the sums of tile (m, n) through the epilogue to memory."""
-    ACTIVATION: gl.constexpr = EPILOGUE.ACTIVATION
-    constants, residual_ptr, o_ptr, rows, outputs, left, activation_constant = numbers
+def _tile_numbers(m, n, numbers, places, EPILOGUE: gl.constexpr, PLAN: gl.constexpr, WARPS: gl.constexpr):
+    """What tile (m, n) needs from memory behind its products: constants of its columns, residual, and where outputs go."""
+    constants, residual_ptr, _, rows, outputs, _, _ = numbers
     bias_ptr, multiplier_ptr, activation_multiplier_ptr, activation_offset_ptr = constants
-    BLOCK_M: gl.constexpr = sums.shape[0]
-    BLOCK_N: gl.constexpr = sums.shape[1]
-    L: gl.constexpr = outputs_layout(BLOCK_N, BLOCK_M, GROUP, WARPS)
-    y = _in_order(sums, GROUP, WARPS)
-    columns = n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, L))
-    row = m * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
-    y = _rescale(y, bias_ptr, multiplier_ptr, columns, outputs, left, EVEN)
+    EVEN: gl.constexpr = PLAN.WHOLE
+    L: gl.constexpr = outputs_layout(PLAN.BLOCK_N, PLAN.BLOCK_M, PLAN.GROUP, WARPS)
+    columns = n * PLAN.BLOCK_N + gl.arange(0, PLAN.BLOCK_N, layout=gl.SliceLayout(0, L))
+    row = m * PLAN.BLOCK_M + gl.arange(0, PLAN.BLOCK_M, layout=gl.SliceLayout(1, L))
+    bias = _constants(bias_ptr, columns, outputs, EVEN)
+    multiplier = _constants(multiplier_ptr, columns, outputs, EVEN)
     here = row < rows
     to, beside = row.to(gl.int64), row.to(gl.int64)
     if EPILOGUE.PLACES != "":
@@ -171,11 +169,25 @@ def _store_tile(
     if not EVEN:
         there = there & (columns < outputs)[None, :]
     at = to[:, None] * outputs + columns[None, :]
+    residual, activation_multiplier, activation_offset = bias, bias, bias
     if EPILOGUE.RESIDUAL:
-        y += gl.load(residual_ptr + (beside[:, None] * outputs + columns[None, :]), mask=there, other=0).to(gl.int32)
-    if ACTIVATION != "":
+        residual = gl.load(residual_ptr + (beside[:, None] * outputs + columns[None, :]), mask=there, other=0)
+    if EPILOGUE.ACTIVATION != "":
         activation_multiplier = _constants(activation_multiplier_ptr, columns, outputs, EVEN)
         activation_offset = _constants(activation_offset_ptr, columns, outputs, EVEN)
+    return bias, multiplier, residual, activation_multiplier, activation_offset, at, there
+
+
+@gluon.jit
+def _store_tile(sums, tile_numbers, numbers, EPILOGUE: gl.constexpr, PLAN: gl.constexpr, WARPS: gl.constexpr):
+    """Take the sums of a tile through the epilogue to memory, with its :func:`_tile_numbers`."""
+    ACTIVATION: gl.constexpr = EPILOGUE.ACTIVATION
+    _, _, o_ptr, _, _, left, activation_constant = numbers
+    bias, multiplier, residual, activation_multiplier, activation_offset, at, there = tile_numbers
+    y = _rescale(_in_order(sums, PLAN.GROUP, WARPS), bias, multiplier, left)
+    if EPILOGUE.RESIDUAL:
+        y += residual.to(gl.int32)
+    if ACTIVATION != "":
         y = (_activate(y, ACTIVATION) * activation_multiplier[None, :] + activation_offset[None, :]) >> activation_constant
     _store(o_ptr, at, y, there)
 
@@ -194,8 +206,12 @@ def _store_products(
     gate, value = _gates_and_values(sums, GROUP, WARPS)
     columns = n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, L))
     row = m * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
-    gate = _rescale(gate, bias_ptr, multiplier_ptr, columns, channels, left, EVEN)
-    value = _rescale(value, bias_ptr + channels, multiplier_ptr + channels, columns, channels, left, EVEN)
+    gate_numbers = _constants(bias_ptr, columns, channels, EVEN), _constants(multiplier_ptr, columns, channels, EVEN)
+    gate = _rescale(gate, gate_numbers[0], gate_numbers[1], left)
+    bias_ptr += channels
+    multiplier_ptr += channels
+    value_numbers = _constants(bias_ptr, columns, channels, EVEN), _constants(multiplier_ptr, columns, channels, EVEN)
+    value = _rescale(value, value_numbers[0], value_numbers[1], left)
     u, high_value = gl.inline_asm_elementwise(
         GATE_AND_VALUE, "=r,=&r,r,r,r", [gate, value, activation_constant], (gl.int32, gl.int32), True, 1
     )
@@ -211,11 +227,13 @@ def _store_products(
 
 
 @gluon.jit
-def _load_step(x_desc, weight_desc, x_smem, weight_smem, ready, slot, m, n, k, high, PLAN: gl.constexpr):
-    """Start the copies of step k of tile (m, n) into a slot of the ring, unless the tile lies below the last."""
+def _load_weight(weight_desc, weight_smem, ready, slot, m, n, k, high, PLAN: gl.constexpr):
+    """Start the copy of the weights of step k of tile (m, n) into a slot of the ring, unless the tile lies below the last.
+
+    The slot then waits for its activations, too.
+    """
     wanted = m < high
     mbarrier.expect(ready.index(slot), (PLAN.BLOCK_M + PLAN.BLOCK_N) * PLAN.BLOCK_K, pred=wanted)
-    load_tile(x_desc, [m * PLAN.BLOCK_M, k * PLAN.BLOCK_K], ready.index(slot), x_smem.index(slot), pred=wanted)
     load_tile(
         weight_desc,
         [n * (PLAN.BLOCK_N // PLAN.GROUP), 0, 0, 0, k * PLAN.BLOCK_K],
@@ -223,6 +241,22 @@ def _load_step(x_desc, weight_desc, x_smem, weight_smem, ready, slot, m, n, k, h
         weight_smem.index(slot),
         pred=wanted,
     )
+
+
+@gluon.jit
+def _load_x(x_desc, x_smem, ready, slot, m, k, high, PLAN: gl.constexpr):
+    """Start the copy of the activations that belong to :func:`_load_weight`."""
+    load_tile(x_desc, [m * PLAN.BLOCK_M, k * PLAN.BLOCK_K], ready.index(slot), x_smem.index(slot), pred=m < high)
+
+
+@gluon.jit
+def _next_step(m, n, k, steps, wide, down, across):
+    """The step, of this tile or the next one, that is loaded after step k of tile (m, n)."""
+    k += 1
+    if k == steps:
+        k = 0
+        m, n = _next_tile(m, n, wide, down, across)
+    return m, n, k
 
 
 @gluon.jit(
@@ -271,17 +305,25 @@ def hopper_linear_kernel(
     numbers = (constants, residual_ptr, o_ptr, rows, outputs, left, activation_constant)
     places = (places_ptr, tokens, image_inverse, image_bits, out_tokens, first, residual_tokens)
     ACTIVATION: gl.constexpr = EPILOGUE.ACTIVATION
-    wait_for_kernels(DEPENDENT)
+    if not PLAN.EARLY:
+        wait_for_kernels(DEPENDENT)
     # the step to load next
     load_m, load_n, load_k = m, n, 0
     for stage in gl.static_range(STAGES - 1):
-        _load_step(x_desc, weight_desc, x_smem, weight_smem, ready, stage, load_m, load_n, load_k, high, PLAN)
-        load_k += 1
-        if load_k == steps:
-            load_k = 0
-            load_m, load_n = _next_tile(load_m, load_n, wide, down, across)
+        _load_weight(weight_desc, weight_smem, ready, stage, load_m, load_n, load_k, high, PLAN)
+        if not PLAN.EARLY:
+            _load_x(x_desc, x_smem, ready, stage, load_m, load_k, high, PLAN)
+        load_m, load_n, load_k = _next_step(load_m, load_n, load_k, steps, wide, down, across)
+    if PLAN.EARLY:
+        wait_for_kernels(DEPENDENT)
+        load_m, load_n, load_k = m, n, 0
+        for stage in gl.static_range(STAGES - 1):
+            _load_x(x_desc, x_smem, ready, stage, load_m, load_k, high, PLAN)
+            load_m, load_n, load_k = _next_step(load_m, load_n, load_k, steps, wide, down, across)
     slot, before, phase = 0, STAGES - 1, 0
     while m < high:
+        if PLAN.AHEAD:
+            tile_numbers = _tile_numbers(m, n, numbers, places, EPILOGUE, PLAN, WARPS)
         sums = gl.zeros((BLOCK_M, BLOCK_N), gl.int32, S)
         for _ in range(steps):
             mbarrier.wait(ready.index(slot), phase)
@@ -290,11 +332,9 @@ def hopper_linear_kernel(
             sums = warpgroup_mma_wait(1, deps=(sums,))
             # every warp has read what the step before took
             barrier()
-            _load_step(x_desc, weight_desc, x_smem, weight_smem, ready, before, load_m, load_n, load_k, high, PLAN)
-            load_k += 1
-            if load_k == steps:
-                load_k = 0
-                load_m, load_n = _next_tile(load_m, load_n, wide, down, across)
+            _load_weight(weight_desc, weight_smem, ready, before, load_m, load_n, load_k, high, PLAN)
+            _load_x(x_desc, x_smem, ready, before, load_m, load_k, high, PLAN)
+            load_m, load_n, load_k = _next_step(load_m, load_n, load_k, steps, wide, down, across)
             before = slot
             slot += 1
             if slot == STAGES:
@@ -304,5 +344,7 @@ def hopper_linear_kernel(
         if EPILOGUE.GATED:
             _store_products(sums, m, n, numbers, ACTIVATION, WHOLE, GROUP, WARPS)
         else:
-            _store_tile(sums, m, n, numbers, places, EPILOGUE, WHOLE, GROUP, WARPS)
+            if not PLAN.AHEAD:
+                tile_numbers = _tile_numbers(m, n, numbers, places, EPILOGUE, PLAN, WARPS)
+            _store_tile(sums, tile_numbers, numbers, EPILOGUE, PLAN, WARPS)
         m, n = _next_tile(m, n, wide, down, across)

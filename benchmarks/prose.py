@@ -189,6 +189,12 @@ def _as_fast_as_float16() -> list[float]:
     return [sum(quotient(of) >= 1 for of in _layers()), len(_layers())]
 
 
+def _small_batch() -> list[float]:
+    """Time of networks at batch 1 with the form of kernels that was kept, divided by that before, least and most."""
+    rows = record("../archive/small_batch_h200")["rows"]
+    return _ends([row["us"]["nonorm"] / row["us"]["base"] for row in rows if row["batch"] == 1])
+
+
 def _shape(shape: str, method: str) -> float:
     return _one("shapes_h200", col.MEDIAN_US, shape=shape, method=method)
 
@@ -375,6 +381,10 @@ SAID = (
         NETWORK,
         "is 10 dB (DeiT-S) and 28 dB (Swin-T) with static QDQ, 29 and 32 dB with dynamic quantisation, 31 and 35 dB as",
         "models_integer_cpu.json", _logits,
+    ),
+    Said(
+        NETWORK, "take 0.83 to 0.91 of the time at batch 1", "../archive/small_batch_h200.json",
+        lambda: [*_small_batch(), 1],
     ),
     Said(NETWORK, "in 37 of 48 layers", "linear_layers_h200.json", _as_fast_as_float16),
     Said(

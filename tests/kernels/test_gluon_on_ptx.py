@@ -27,8 +27,9 @@ from qflash import execution, varlen
 from qflash.kernels import device, dispatch, launch_recorder
 from qflash.kernels.gluon.sm90 import launch as sm90
 from qflash.kernels.gluon.sm90 import rules
-from qflash.kernels.launch_arguments import LinearCall, Places
+from qflash.kernels.launch_arguments import LinearCall, LinearPlan, Places
 from qflash.kernels.launch_recorder import record
+from qflash.kernels.settled import weights_are_settled, weights_stay
 from qflash.kernels.tiles import SM90_RESIDENT, SM90_STREAMING, WINDOWS, LinearTiles, Tiles
 from qflash.kernels.triton import network as portable
 from qflash.kernels.triton.gated import gated_launch
@@ -537,6 +538,26 @@ def test_linear_layers(
     emulated("network_cases")
     monkeypatch.setattr(device, "STAND_IN_PROCESSORS", 1)
     monkeypatch.setattr(sm90, "choose_linear_tiles", lambda *_: tiles)
+    check_linear(kind, rows, inputs, outputs)
+
+
+@pytest.mark.parametrize("kind", ["int8", "gelu", "residual"])
+@pytest.mark.parametrize(("inputs", "outputs"), [(400, 72), (144, 128)])
+def test_linear_layers_of_a_forward_pass(
+    emulated: Load, monkeypatch: pytest.MonkeyPatch, kind: str, inputs: int, outputs: int
+) -> None:
+    """Weights come before the wait for the kernel ahead, and a program has one tile; groups of 8 and of 64 outputs."""
+    emulated("network_cases")
+    monkeypatch.setattr(sm90, "choose_linear_tiles", lambda *_: rules.LINEAR_TILES[3])
+    monkeypatch.setattr(sm90, "dependent_launch", lambda *_: "early")
+    with weights_stay():
+        assert not weights_are_settled()
+        plan = check_linear(kind, 70, inputs, outputs)
+    assert plan.EARLY and plan.AHEAD
+
+
+def check_linear(kind: str, rows: int, inputs: int, outputs: int) -> LinearPlan:
+    """Compare a layer's launch with the reference, and return its plan."""
     chance = random.Random(f"{kind} {rows}")
     x = network_cases.integers(-128, 128, (rows, inputs), torch.int8, chance)
     layer = network_cases.linear(x, network_cases.integers(-128, 128, (outputs, inputs), torch.int8, chance), kind, chance)
@@ -548,8 +569,11 @@ def test_linear_layers(
         residual, _, dtype = rest
     out = torch.empty(rows, outputs, dtype=dtype)
     residual = None if residual is None else residual.contiguous()
-    sm90.linear_launch(LinearCall(x, weight, bias, multiplier, left, residual, made, out)).run()
+    launch = sm90.linear_launch(LinearCall(x, weight, bias, multiplier, left, residual, made, out))
+    launch.run()
     assert same_bits(out, layer.run("reference"))
+    plan: LinearPlan = launch.arguments["PLAN"]
+    return plan
 
 
 @pytest.mark.parametrize("number", range(9))

@@ -63,6 +63,11 @@ def _make_fence(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
     return lambda warp: None
 
 
+def _make_griddepcontrol(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
+    # the wait for the kernel ahead: here launches are made one after the other
+    return lambda warp: None
+
+
 def _make_mbarrier(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
     kind = modifiers[0]
     at = {"init": 0, "inval": 0, "arrive": 1, "try_wait": 1}[kind]

@@ -126,7 +126,7 @@ def test_layers_of_networks_hold_no_float() -> None:
 
 
 def test_every_case_spells_out_a_call() -> None:
-    vision = ("vit", "vit-hundreds", "vit-257", "vit-577", "vit-1370", "vit-80", "vit-257-80", "vit-729-72")
+    vision = ("vit", "vit-hundreds", "vit-257", "class-token", "vit-577", "vit-1370", "vit-80", "vit-257-80", "vit-729-72")
     by_hand = dict.fromkeys(vision, "hopper_kernel") | dict.fromkeys(("long-64", "long-128", "varlen"), "long_hopper_kernel")
     by_hand["varlen-short"] = "packed_hopper_kernel"
     anywhere = dict.fromkeys(("swin", "swin-windows", "swin-thousands"), "windows_kernel")
@@ -136,14 +136,15 @@ def test_every_case_spells_out_a_call() -> None:
     for case in verify_cases.CASES:
         call = verify_cases.kernel_call(case, "sm_90")
         if isinstance(case, verify_cases.LayerCase):
-            # inputs no multiple of 16, or outputs of 32, or int16, which the kernel for Hopper does not take
-            odd = case.name in ("linear-patches", "linear-logits", "linear-wide")
+            # inputs no multiple of 16, or int16, which the kernel for Hopper does not take
+            odd = case.name in ("linear-patches", "linear-wide")
             linear = "int8_linear_kernel" if odd else "hopper_linear_kernel"
             linear = "patches_kernel" if case.name == "cut-patches" else linear
             others = {"mean": "integer_mean_kernel", "gated": "gated_kernel", "rotary": "rotary_kernel"}
             other = others.get(case.name, "integer_layer_norm_kernel")
             assert call.kernel.__name__ == (linear if case.outputs else other)
             assert str(call.arguments["o_ptr"].dtype) == f"torch.{case.output}"
+            assert getattr(call.arguments.get("PLAN"), "EARLY", False) == case.settled
             continue
         assert call.kernel.__name__ == (by_hand | anywhere).get(case.name, "short_kernel")
         assert {"BLOCK_N", "KEYS", "RING"} & set(call.arguments)

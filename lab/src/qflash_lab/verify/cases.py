@@ -80,6 +80,7 @@ class LayerCase:
             49 tokens, ``"gated"`` without outputs a product of the inputs' halves, ``"rotary"`` rotary positions of 201 tokens
             with heads of 64 channels.
         launch: which of the call's launches.
+        settled: the weights are, see :mod:`qflash.kernels.settled`.
     """
 
     name: str
@@ -92,6 +93,7 @@ class LayerCase:
     moved: str | int | None = None
     launch: int = -1
     input: str = "int8"
+    settled: bool = False
 
 
 AnyCase: TypeAlias = Case | LayerCase
@@ -100,6 +102,7 @@ CASES: tuple[AnyCase, ...] = (
     Case("vit", 197, 64),  # A1-A3: DeiT-T/S/B differ only in the number of heads, which is no constant of the kernel
     Case("vit-hundreds", 197, 64, batch=128),  # of heads: one program each, with a tail of a few queries on Hopper
     Case("vit-257", 257, 64, batch=128),  # CLIP, DINOv2: a whole row in registers, on Hopper alone
+    Case("class-token", 197, 64, batch=8, queries=1),  # of the last block
     Case("vit-577", 577, 64, batch=128),  # 384 pixels: every score is computed twice there
     Case("vit-1370", 1370, 64, batch=24),  # DINOv2, 518 pixels: programs there go from head to head
     Case("vit-bool-tensor", 197, 64, mask="bool", granularity="tensor"),
@@ -126,6 +129,7 @@ CASES: tuple[AnyCase, ...] = (
     Case("pack-value", 4096, 64, launch=0),
     LayerCase("linear", 64 * 197, 384, 1152),  # DeiT-S, batch 64
     LayerCase("linear-few", 197, 384, 1152),  # batch 1: smaller blocks
+    LayerCase("linear-early", 197, 1536, 384, "residual", "int16", settled=True),  # and inside a forward pass
     LayerCase("linear-patches", 64 * 256, 588, 384, "residual", "int16"),  # DINOv2: no whole number of blocks of inputs
     LayerCase("linear-residual", 64 * 197, 1536, 384, "residual", "int16"),
     LayerCase("linear-gelu", 64 * 197, 384, 1536, "gelu"),
@@ -231,6 +235,7 @@ def launches(case: AnyCase, target: str) -> list[KernelLaunch]:
     """Return the launches of a case's call, spelt out by the operator itself, on tensors without memory."""
     from qflash.kernels.device import STAND_IN
     from qflash.kernels.launch_recorder import LaunchRecorder
+    from qflash.kernels.settled import weights_are_settled, weights_stay
 
     number = int(target.removeprefix("sm_"))
     token = STAND_IN.set((number // 10, number % 10))
@@ -238,6 +243,10 @@ def launches(case: AnyCase, target: str) -> list[KernelLaunch]:
         with LaunchRecorder(launching=False) as recording:
             if isinstance(case, Case):
                 _attend(case)
+            elif case.settled:
+                with weights_stay():
+                    weights_are_settled()  # as a launch ahead asks
+                    _run_layer(case)
             else:
                 _run_layer(case)
     finally:

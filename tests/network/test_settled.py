@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from qflash.kernels import settled
-from qflash.kernels.gluon.sm90.launch import linear_launch
+from qflash.kernels import layers, settled
 from qflash.kernels.launch_arguments import LinearCall
+from qflash.kernels.launch_recorder import KernelLaunch
 from qflash.network import modules
 
 
@@ -51,11 +51,17 @@ def test_a_forward_pass_promises_it_up_to_hooks(made: Any, monkeypatch: pytest.M
     try:
         assert torch.equal(network(images), want)
         assert len(asked) > 4 and asked == [False] + [True] * (len(asked) - 1)
-        layers = [part for part in network.modules() if type(part) is modules.Linear]
+        linear = [part for part in network.modules() if type(part) is modules.Linear]
         asked.clear()
-        with layers[2].register_forward_pre_hook(lambda *_: None):
+        with linear[2].register_forward_pre_hook(lambda *_: None):
             network(images)
         assert asked.index(False) == 0 and asked.count(False) == 2
+        # as accelerate wraps it, which may bring weights to the device just then
+        asked.clear()
+        linear[2].forward = linear[2].forward
+        network(images)
+        del linear[2].forward
+        assert asked.count(False) == 2
         asked.clear()
         network.run(images, lambda *_: None)
         assert not any(asked)
@@ -68,14 +74,19 @@ def test_small_layers_on_hopper_read_weights_early(rows: int, early: bool, monke
     """A layer with few rows, once a launch went ahead of it; then it has one tile a program, whose numbers come first, too."""
     monkeypatch.setattr("qflash.kernels.heuristics.capability_of", lambda _: (9, 0))
     device = torch.device("meta")
+    plans = []
+    monkeypatch.setattr(KernelLaunch, "run", lambda launch: plans.append(launch.arguments["PLAN"]))
     x, weight = (torch.empty(shape, dtype=torch.int8, device=device) for shape in ((rows, 384), (384, 384)))
     numbers = torch.empty(384, dtype=torch.int32, device=device)
     out = torch.empty((rows, 384), dtype=torch.int16, device=device)
 
-    def plan() -> Any:
-        return linear_launch(LinearCall(x, weight, numbers, numbers, 0, None, None, out)).arguments["PLAN"]
+    def plan(weight: torch.Tensor = weight) -> Any:
+        layers._run_linear(LinearCall(x, weight, numbers, numbers, 0, None, None, out))
+        return plans.pop()
 
     assert not plan().EARLY
     with settled.weights_stay():
         assert [plan().EARLY for _ in range(3)] == [False, early, early]
+        # a copy of these is made by the launch ahead
+        assert [plan(weight.T).EARLY for _ in range(2)] == [False, False] and plan().EARLY is early
     assert plan().AHEAD is early

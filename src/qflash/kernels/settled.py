@@ -28,7 +28,7 @@ def weights_stay() -> Iterator[None]:
 
 
 def weights_may_change() -> None:
-    """Take the promise back up to the next launch: a user's code is about to run."""
+    """Take the promise back up to the next launch: a user's code, or a copy of weights, comes before it."""
     if _launched.get():
         _launched.set(False)
 

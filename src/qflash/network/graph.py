@@ -318,7 +318,7 @@ class IntegerNetwork(IntegerModule):
             if node.name in values:
                 continue
             part, after = parts[node.name], None if seen is not None else self.product_of(index, parts)
-            if part._forward_hooks or part._forward_pre_hooks:
+            if part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part):
                 weights_may_change()
             if after is not None:
                 product = parts[after]

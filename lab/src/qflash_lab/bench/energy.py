@@ -61,7 +61,7 @@ def integrate(
         clock: in seconds.
 
     Raises:
-        qflash.nvml.NvmlError: the counter does not move.
+        qflash_lab.bench.nvml.NvmlError: the counter does not move.
     """
 
     def edge(after: float, begin: float) -> tuple[float, float, int]:
@@ -148,7 +148,7 @@ def replay_energy(timer: bench_timers.GraphTimer, gpu: nvml.Gpu, seconds: float)
     """Replay a graph for some seconds, after 0.3 s in which power and clocks settle.
 
     Raises:
-        qflash.nvml.NvmlError: the counter does not move.
+        qflash_lab.bench.nvml.NvmlError: the counter does not move.
     """
     work = Busy(timer.replay, timer.calls, _recorded_event)
     integrate(gpu.energy, work, 0.3)
@@ -161,7 +161,7 @@ def idle_watts(gpu: nvml.Gpu, device: torch.device, seconds: float) -> float:
     """Return the power with the CUDA context open and nothing running.
 
     Raises:
-        qflash.nvml.NvmlError: the counter does not move.
+        qflash_lab.bench.nvml.NvmlError: the counter does not move.
     """
     torch.zeros(1, dtype=torch.float32, device=device)
     torch.cuda.synchronize()
@@ -197,7 +197,7 @@ def run_energy(
         what ``energy.json`` holds; ``idle_watts`` is the power with the CUDA context open and nothing running.
 
     Raises:
-        qflash.nvml.NvmlError: no GPU, no NVML or no energy counter.
+        qflash_lab.bench.nvml.NvmlError: no GPU, no NVML or no energy counter.
         ValueError: ``seconds`` or ``rounds`` is not positive.
     """
     bench_problems.check_input(kind)

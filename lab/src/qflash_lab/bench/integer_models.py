@@ -304,7 +304,7 @@ def run_integer_models(
     Raises:
         ValueError: an unknown model, something in one without an integer form, fewer than one round or reading, or
             energy without a GPU.
-        qflash.nvml.NvmlError: energy is asked for, and the GPU's counter cannot be read.
+        qflash_lab.bench.nvml.NvmlError: energy is asked for, and the GPU's counter cannot be read.
         ImportError: timm is not installed.
     """
     runner.check_rounds(rounds)

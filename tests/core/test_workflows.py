@@ -49,7 +49,7 @@ def steps_of_run() -> list[list[str]]:
 
 
 def test_the_steps_are_those_of_ci_run() -> None:
-    assert steps_of_run()[0] == ["make", "setup"]
+    assert "setup" in steps_of_run()[0]
     assert commands("ci") == steps_of_run()
 
 

@@ -281,7 +281,7 @@ class Bounded(nn.Module):
 
 REFUSED = {
     "ResNet": (resnet, r"convolution with padding, dilation or groups in conv1"),
-    "XCiT": (lambda: timm.create_model("xcit_nano_12_p8_224", img_size=SIDE), r"in patch_embed\.proj\.0"),
+    "XCiT": (lambda: timm.create_model("xcit_nano_12_p8_224", img_size=SIDE, depth=1), r"in patch_embed\.proj\.0"),
     "GLU": (lambda: vit(mlp_layer=timm.layers.GluMlp, act_layer="sigmoid"), r"sigmoid in blocks\.0\.mlp\.act"),
     "many channels": (
         lambda: vit(mlp_ratio=90, scale_mlp_norm=True),

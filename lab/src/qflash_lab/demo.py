@@ -36,7 +36,7 @@ from .bench.capture import capture_small
 from .bench.figures import colour_of
 from .bench.metrics import mse, sqnr
 from .bench.workloads import WORKLOADS, Workload, paper_inputs
-from .evaluation.integer_rows import WHOLE_NETWORKS
+from .evaluation.integer_rows import WHOLE_NETWORKS, IntegerClassifier
 from .evaluation.small_models import (
     CALIBRATION,
     CLASSES,
@@ -118,7 +118,9 @@ def _capture(model: nn.Module, images: torch.Tensor) -> dict[str, tuple[tuple[An
     return seen
 
 
-def _measure_model(name: str, images: torch.Tensor, labels: torch.Tensor, tick: Callable[[str], None]) -> dict[str, Any]:
+def _measure_model(
+    name: str, integers: IntegerClassifier, images: torch.Tensor, labels: torch.Tensor, tick: Callable[[str], None]
+) -> dict[str, Any]:
     """Compare float, integer attention and the integer network of one model; images (count, 1, 28, 28), labels (count,)."""
     model = load_model(name).to(images.device)
     exact = predict_logits(model, images, _BATCH)
@@ -149,16 +151,19 @@ def _measure_model(name: str, images: torch.Tensor, labels: torch.Tensor, tick: 
             "layers_sqnr_db": layers,
         }
         tick(f"{name}: {recipe}")
-    result |= _measure_whole(model, images, labels, exact)
+    result |= _measure_whole(model, integers, images, labels, exact)
     tick(f"{name}: integers")
     return result
 
 
-def _measure_whole(model: SmallClassifier, images: torch.Tensor, labels: torch.Tensor, exact: torch.Tensor) -> dict[str, Any]:
+def _measure_whole(
+    model: SmallClassifier, integers: IntegerClassifier, images: torch.Tensor, labels: torch.Tensor, exact: torch.Tensor
+) -> dict[str, Any]:
     """Compare the float model, the one with integer attention and the integer network: :data:`RUNS`.
 
     Args:
         model: float.
+        integers: its integer network.
         images: (count, 1, 28, 28).
         labels: (count,).
         exact: logits of the float model.
@@ -169,7 +174,6 @@ def _measure_whole(model: SmallClassifier, images: torch.Tensor, labels: torch.T
     """
     attention_model = copy.deepcopy(model)
     patch(attention_model)
-    integers = WHOLE_NETWORKS[0].build(model)
     logits = {
         "float": exact, "integer attention": predict_logits(attention_model, images, _BATCH),
         "integer network": predict_logits(integers, images, _BATCH),
@@ -240,13 +244,16 @@ def _measure_workload(workload: Workload, device: torch.device) -> dict[str, Any
     return result
 
 
-def _show_images(images: torch.Tensor, labels: torch.Tensor, device: torch.device) -> list[dict[str, Any]]:
+def _show_images(
+    integers: IntegerClassifier, images: torch.Tensor, labels: torch.Tensor, device: torch.device
+) -> list[dict[str, Any]]:
     """Return a few images with what the ViT says and where its last block looks, float beside integer.
 
     The maps are the class token's weights over the 14 x 14 patches, mean of the heads. Integer weights are what
     :func:`qflash.attention` gives for a value of unit vectors, on the float model's own query and key.
 
     Args:
+        integers: the ViT's integer network.
         images: (count, 1, 28, 28).
         labels: (count,).
         device: where the integer attention runs.
@@ -255,7 +262,7 @@ def _show_images(images: torch.Tensor, labels: torch.Tensor, device: torch.devic
     model = load_model(NETWORKS[0])
     exact = predict_logits(model, few, _BATCH).argmax(1)
     model = model.to(device)
-    whole = predict_logits(WHOLE_NETWORKS[0].build(model), few.to(device), _BATCH).argmax(1).cpu()
+    whole = predict_logits(integers, few.to(device), _BATCH).argmax(1).cpu()
     patch(model)
     integer = predict_logits(model, few.to(device), _BATCH).argmax(1).cpu()
     last = capture_small(NETWORKS[0], few)[-1]
@@ -565,9 +572,11 @@ def run_demo(
         def tick(done: str) -> None:
             progress.update(task, advance=1, description=done)
 
+        networks = {}
         for name in NETWORKS:
-            report["models"][name] = _measure_model(name, images, labels, tick)
-        report["shown"] = _show_images(images, labels, target)
+            networks[name] = WHOLE_NETWORKS[0].build(load_model(name).to(target))
+            report["models"][name] = _measure_model(name, networks[name], images, labels, tick)
+        report["shown"] = _show_images(networks[NETWORKS[0]], images, labels, target)
         for workload in WORKLOADS:
             report["workloads"].append(_measure_workload(workload, target))
             tick(f"workload {workload.name}")

@@ -288,8 +288,9 @@ def test_long_hopper_int8(emulated: Load, monkeypatch: pytest.MonkeyPatch, case:
 
     def draw_small(chance: random.Random, others: tuple[int, ...]) -> Any:
         (_, heads, queries, d), (_, few, keys, _), _ = draw(chance, others)
-        size = (1, 1, min(keys, 600), d)
-        return (1, heads // few, min(queries, 100), d), size, size
+        # more tiles of keys than the ring has places, and a second block of queries
+        size = (1, 1, min(keys, 450), d)
+        return (1, heads // few, min(queries, 70), d), size, size
 
     monkeypatch.setattr(module, "sizes", draw_small)
     module.test_int8_attention_has_the_reference_bits(case)

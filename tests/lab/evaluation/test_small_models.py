@@ -82,7 +82,9 @@ def test_attention_shapes_are_the_papers(name: str, monkeypatch: pytest.MonkeyPa
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("name", "least"), [("digits-vit", 0.97), ("digits-swin", 0.97), ("fashion-vit", 0.9), ("fashion-swin", 0.9)]
+    # the demo's test looks at Fashion-MNIST's in all three forms
+    ("name", "least"),
+    [("digits-vit", 0.97), ("digits-swin", 0.97), slow("fashion-vit", 0.9), slow("fashion-swin", 0.9)],
 )
 def test_accuracy_in_float_and_in_integers(name: str, least: float) -> None:
     split = small_models.load_images(small_models.MODELS[name].dataset)

@@ -12,7 +12,7 @@ import json
 import pathlib
 import random
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from typer.testing import CliRunner
 
-from helpers import run_compiling
+from helpers import run_compiling, slow
 from qflash import backends, execution
 from qflash.kernels.device import STAND_IN
 from qflash.kernels.launch_recorder import KernelLaunch, LaunchRecorder
@@ -163,9 +163,11 @@ def distinct(target: str) -> dict[Hashable, verify_cases.Case]:
     return verify_cases.distinct(target)
 
 
-def draw_launches(rng: random.Random, target: str, heads: int = 4) -> list[KernelLaunch]:
+def draw_launches(
+    rng: random.Random, target: str, heads: int = 4, tokens: Sequence[int] = verify_cases.TOKENS
+) -> list[KernelLaunch]:
     """Draw a call of an operator and return its launches, spelt out without :mod:`.verify.cases`, which has such sizes."""
-    keys, channels = rng.choice(verify_cases.TOKENS), rng.choice(verify_cases.HEAD_DIMS)
+    keys, channels = rng.choice(tokens), rng.choice(verify_cases.HEAD_DIMS)
     recipe = rng.choice((DEFAULT, DEFAULT, PAPER, ACCURATE))
     plain = recipe == DEFAULT and rng.random() < 0.5
     batch = rng.choice(verify_cases.BATCHES) if plain and heads == 4 else rng.randint(1, 300) if plain else 8
@@ -217,10 +219,12 @@ def constants(signature: Any) -> Hashable:
     return name, options, frozenset(found.items())
 
 
-def test_other_numbers_of_heads_have_the_constants_of_cases() -> None:
-    rng, known = random.Random(0), {constants(signature) for signature in distinct("sm_90")}
+@pytest.mark.parametrize("tokens", [(49, 577), slow(verify_cases.TOKENS)], ids=str)
+def test_other_numbers_of_heads_have_the_constants_of_cases(tokens: Sequence[int]) -> None:
+    every = verify_cases.distinct("sm_90", [f"{count}x*" for count in tokens])
+    rng, known = random.Random(0), {constants(signature) for signature in every}
     for _ in range(300):
-        for call in draw_launches(rng, "sm_90", heads=rng.choice((1, 3, 12))):
+        for call in draw_launches(rng, "sm_90", heads=rng.choice((1, 3, 12)), tokens=tokens):
             assert constants(verify_cases.signature(call)) in known, call
 
 

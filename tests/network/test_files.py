@@ -84,15 +84,16 @@ def flipped(content: bytes, bit: int) -> bytes:
 def test_a_flipped_bit_of_a_tensor_is_refused(network: Any, path: Path) -> None:
     content = path.read_bytes()
     bits = range(8 * header_length(content), 8 * len(content))
-    for bit in random.Random(0).sample(bits, 400):
+    for bit in random.Random(0).sample(bits, 100):
         assert not loads_equal_or_not_at_all(path, flipped(content, bit), network), bit
 
 
-def test_a_flipped_bit_of_the_header_is_refused_or_changes_nothing(network: Any, path: Path) -> None:
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow, id="every byte")])
+def test_a_flipped_bit_of_the_header_is_refused_or_changes_nothing(step: int, network: Any, path: Path) -> None:
     content = path.read_bytes()
     end = header_length(content)
-    # a bit of every byte, all of those of the last, and of those before tensors' names begin
-    bits = {8 * byte + byte % 8 for byte in range(end)} | set(range(96)) | set(range(8 * (end - 8), 8 * end))
+    # a bit of every step-th byte, all of those of the last, and of those before tensors' names begin
+    bits = {8 * byte + byte % 8 for byte in range(0, end, step)} | set(range(96)) | set(range(8 * (end - 8), 8 * end))
     assert sum(loads_equal_or_not_at_all(path, flipped(content, bit), network) for bit in sorted(bits)) < 20
 
 

@@ -41,6 +41,14 @@ without_function_modes: Callable[[], contextlib.AbstractContextManager[Any]] = (
 """Makes a context in which no function mode and no ``__torch_function__`` is asked."""
 
 
+_any_global_hook = _find("nn.modules.module._has_any_global_hook")
+
+
+def has_global_hooks() -> bool:
+    """Tell whether PyTorch calls something at every module, or cannot be asked."""
+    return _any_global_hook is None or bool(_any_global_hook())
+
+
 def _plain_keys() -> int | None:
     """Return the dispatch keys of an ordinary tensor of a CPU or GPU, and of a thread without modes and transforms.
 

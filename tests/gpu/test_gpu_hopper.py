@@ -99,7 +99,7 @@ def draw_shape(chance: random.Random, head_dims: tuple[int, ...]) -> Shape:
         chance.randint(1, 3),
         group * chance.randint(1, 3),
         group,
-        chance.choice((33, 64, 65, 141, 197, 300)),
+        chance.choice((1, 17, 33, 64, 65, 141, 197, 300)),
         keys,
         head_dim,
     )

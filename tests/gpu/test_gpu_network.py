@@ -15,6 +15,9 @@ import torch
 import qflash
 from helpers import same_bits
 from network_cases import KINDS, MOVING, Layer, draw_layer_norm, draw_linear, extremes, integers, linear
+from qflash.kernels.settled import weights_stay
+from qflash.network import execution as layers
+from qflash.network.modules import Linear
 from small_networks import KINDS as SMALL_NETWORKS
 from small_networks import build, draw, draw_images, made  # noqa: F401 - a fixture
 
@@ -88,23 +91,45 @@ def test_whole_networks_have_the_cpus_bits(made: Any, kind: str) -> None:  # noq
             assert all(torch.equal(out.cpu(), want) for out in outputs)
 
 
-def test_weights_written_just_before_a_forward_pass(made: Any) -> None:  # noqa: F811
-    """Launches read weights before they wait for the launch ahead, but not before what a user launched."""
+@pytest.mark.parametrize("promised", [False, True])
+def test_weights_written_by_the_kernel_ahead(promised: bool) -> None:
+    """A layer reads weights early only where a launch was counted since they were written."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randint(-128, 128, (197, 768), generator=generator, dtype=torch.int8)
+    both = torch.randint(-128, 128, (2, 768, 768), generator=generator, dtype=torch.int8)
+    numbers = torch.full((768,), 1 << 28, dtype=torch.int32)
+
+    def layer(x: torch.Tensor, weight: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        return layers.int8_linear(x, weight, numbers, numbers, 0, None, None, torch.int16, "auto")
+
+    want = [layer(x, weight, numbers) for weight in both]
+    x, both, numbers = x.cuda(), both.cuda(), numbers.cuda()
+    weight, none = both[0].clone(), torch.zeros_like(both[0])
+    for number in range(200):
+        with weights_stay() if promised else contextlib.nullcontext():
+            # by a kernel, no copy
+            torch.bitwise_xor(both[number % 2], none, out=weight)
+            found = [layer(x, weight, numbers) for _ in range(3)]
+        assert all(torch.equal(each.cpu(), want[number % 2]) for each in found)
+
+
+def test_hooks_that_write_weights(made: Any) -> None:  # noqa: F811
     model, network = made("class token")
     moved = copy.deepcopy(network).cuda()
     images = draw(model, 1, seed=3)
-    weights = [part.weight for part in moved.modules() if hasattr(part, "weight")]
-    kept = [weight.clone() for weight in weights]
     want, given = network(images), images.cuda()
-    for number in range(60):
-        for weight in weights:
-            weight.zero_()
-        moved(given)
-        # the last to be written is each of them in turn
-        order = list(range(len(weights)))
-        for index in order[number % len(order) :] + order[: number % len(order)]:
-            weights[index].copy_(kept[index])
-        assert torch.equal(moved(given).cpu(), want)
+    linear = [part for part in moved.modules() if type(part) is Linear]
+    kept = [part.weight.clone() for part in linear]
+    none = torch.zeros((), dtype=torch.int8, device="cuda")
+    for before, (part, weight) in zip(linear, list(zip(linear, kept, strict=True))[1:], strict=False):
+
+        def write(*_: Any, part: Any = part, weight: torch.Tensor = weight) -> None:
+            torch.bitwise_xor(weight, none, out=part.weight)
+
+        for _ in range(20):
+            part.weight.zero_()
+            with before.register_forward_hook(write):
+                assert torch.equal(moved(given).cpu(), want)
 
 
 def test_a_captured_network(made: Any) -> None:  # noqa: F811

@@ -29,7 +29,7 @@ from qflash.kernels.gluon.sm90 import launch as sm90
 from qflash.kernels.gluon.sm90 import rules
 from qflash.kernels.launch_arguments import LinearCall, LinearPlan, Places
 from qflash.kernels.launch_recorder import record
-from qflash.kernels.settled import weights_are_settled, weights_stay
+from qflash.kernels.settled import count_launch, weights_stay
 from qflash.kernels.tiles import SM90_RESIDENT, SM90_STREAMING, WINDOWS, LinearTiles, Tiles
 from qflash.kernels.triton import network as portable
 from qflash.kernels.triton.gated import gated_launch
@@ -543,18 +543,19 @@ def test_linear_layers(
 
 
 @pytest.mark.parametrize("kind", ["int8", "gelu", "residual"])
-@pytest.mark.parametrize(("inputs", "outputs"), [(400, 72), (144, 128)])
+@pytest.mark.parametrize(("processors", "inputs", "outputs"), [(132, 400, 72), (132, 144, 128), (1, 144, 136)])
 def test_linear_layers_of_a_forward_pass(
-    emulated: Load, monkeypatch: pytest.MonkeyPatch, kind: str, inputs: int, outputs: int
+    emulated: Load, monkeypatch: pytest.MonkeyPatch, kind: str, processors: int, inputs: int, outputs: int
 ) -> None:
-    """Weights come before the wait for the kernel ahead, and a program has one tile; groups of 8 and of 64 outputs."""
+    """Weights come before the wait for the kernel ahead; a program has one tile, or several; groups of 8 and 64 outputs."""
     emulated("network_cases")
+    monkeypatch.setattr(device, "STAND_IN_PROCESSORS", processors)
     monkeypatch.setattr(sm90, "choose_linear_tiles", lambda *_: rules.LINEAR_TILES[3])
     monkeypatch.setattr(sm90, "dependent_launch", lambda *_: "early")
     with weights_stay():
-        assert not weights_are_settled()
+        assert not count_launch()
         plan = check_linear(kind, 70, inputs, outputs)
-    assert plan.EARLY and plan.AHEAD
+    assert plan.EARLY and (processors > 1) == plan.AHEAD
 
 
 def check_linear(kind: str, rows: int, inputs: int, outputs: int) -> LinearPlan:

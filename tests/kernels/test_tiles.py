@@ -352,18 +352,24 @@ def test_programs_that_go_from_head_to_head_share_blocks_evenly(
 
 
 @pytest.mark.parametrize(
-    ("batch", "keys", "dim", "apart"),
-    [(1, 1370, 64, True), (1, 1025, 64, False), (2, 1370, 64, False), (8, 1370, 64, False), (1, 1300, 72, False)],
-)
+    ("batch", "keys", "dim", "queries", "apart"),
+    [
+        (1, 1370, 64, None, True), (1, 1025, 64, None, False), (2, 1370, 64, None, False), (8, 1370, 64, None, False),
+        (1, 1300, 72, None, False),
+        # with few queries quantising is most of the work
+        (64, 1370, 64, 1, True), (64, 1025, 64, 1, False), (64, 1370, 64, 33, False),
+    ],
+)  # fmt: skip
 def test_few_heads_of_long_rows_are_quantised_by_launches_of_their_own(
-    batch: int, keys: int, dim: int, apart: bool, monkeypatch: pytest.MonkeyPatch
+    batch: int, keys: int, dim: int, queries: int | None, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lengths, "_all", True)
     x = torch.empty(batch, 12, keys, dim, dtype=torch.float16, device="meta")
     with LaunchRecorder(launching=False) as recording:
-        execution.attend(float_call(x, x, x, None, False, dim**-0.5, DEFAULT), "triton")
+        execution.attend(float_call(x[:, :, :queries], x, x, None, False, dim**-0.5, DEFAULT), "triton")
     names = [launch.kernel.__name__ for launch in recording.launches]
-    assert names == (["long_range_kernel", "long_quantize_kernel", "long_hopper_kernel"] if apart else ["hopper_kernel"])
+    attends = "long_hopper_kernel" if queries is None else "long_kernel"
+    assert names == (["long_range_kernel", "long_quantize_kernel", attends] if apart else ["hopper_kernel"])
 
 
 APART = ["long_quantize_kernel", "long_hopper_kernel"]
@@ -423,7 +429,7 @@ def test_the_rules_never_ask_for_what_the_kernel_does_not_take(processors: int, 
     for _ in range(400):
         dim, fused = 8 * chance.randint(1, 16), chance.random() < 0.5
         keys, heads = chance.choice((chance.randint(65, 300), chance.randint(289, 1900))), chance.randint(1, 40) ** 2
-        queries = chance.choice((keys, chance.randint(33, 2000)))
+        queries = chance.choice((keys, chance.randint(1, 64), chance.randint(33, 2000)))
         call = hopper_call(heads, queries, keys, dim, fused)
         if call is None:
             continue

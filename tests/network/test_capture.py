@@ -163,6 +163,13 @@ def test_linear_layers_run_with_the_products_behind_them(name: str, monkeypatch:
     again = network.run(images(2))
     hook.remove()
     assert hooked and all(torch.equal(apart[output], again[output]) for output in apart)
+    # a forward of its own, as accelerate gives one that brings weights
+    part = network.part(network.nodes[[node.name for node in network.nodes].index(product) - 1].name)
+    wrapped = part.forward
+    part.forward = lambda *given, **named: (hooked.append(2), wrapped(*given, **named))[1]
+    again = network.run(images(2))
+    del part.forward
+    assert 2 in hooked and all(torch.equal(apart[output], again[output]) for output in apart)
     # a layer that adds a residual is not part of the operator for both
     index = next(index for index, node in enumerate(network.nodes) if node.name == product) - 1
     parts = {node.name: network.part(node.name) for node in network.nodes}

@@ -11,7 +11,7 @@ from ..specification.gated import GatedIntegers
 from ..specification.layers import Activation, LinearIntegers
 from .gluon.sm90 import launch as sm90
 from .launch_arguments import LinearCall, Places
-from .settled import weights_may_change
+from .settled import weights_were_written
 from .triton import network as portable
 from .triton.gated import gated_launch
 from .triton.rotary import rotary_launch
@@ -62,7 +62,7 @@ def _as_rows(call: LinearCall) -> LinearCall | None:
         return None
     made = call.activation
     if not call.weight.is_contiguous():
-        weights_may_change()  # a copy of them is made here
+        weights_were_written()  # the copy that is made here
     if made is not None:
         made = made._replace(multiplier=made.multiplier.contiguous(), offset=made.offset.contiguous())
     return dataclasses.replace(

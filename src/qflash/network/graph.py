@@ -5,21 +5,22 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..integrations.images import check_size
-from ..kernels.settled import weights_may_change, weights_stay
 from ..scalars import whole_number
 from ..specification.recipe import Recipe
+from ..torch_internals import has_global_hooks
 from .cpu_graph import CpuGraph
 from .cuda_graph import NetworkGraph
 from .inputs import IMAGES as IMAGES
 from .inputs import TEXT, check_input, check_sizes, input_dtype, input_shape, takes_ids, text_ids
 from .mixed_sizes import run_mixed
-from .modules import EXTRA_STATE, LOADED, Attention, First, IntegerModule, Linear, Mean, Widen
+from .modules import EXTRA_STATE, LOADED, Attention, First, IntegerModule, Linear, Mean, Widen, is_hooked
 from .operators.gated import Gated
 from .operators.rotary import Rotary
 from .operators.token_embedding import TokenEmbedding
@@ -53,6 +54,13 @@ def _has_places(part: IntegerModule) -> bool:
     if (isinstance(part, Widen) and part.token) or (isinstance(part, First) and part.count > 1):
         return True
     return isinstance(part, (Mean, Rotary, Tokens)) or any(x is not None for x in tables)
+
+
+def _users_code() -> AbstractContextManager[None]:
+    """Make a context for a module that runs code of a user, which may write the weights of others."""
+    from ..kernels.settled import weights_may_change
+
+    return weights_may_change()
 
 
 class IntegerNetwork(IntegerModule):
@@ -292,8 +300,8 @@ class IntegerNetwork(IntegerModule):
             return None
         layer, after = parts[name], self.nodes[index + 1].name
         fits = type(layer) is Linear and layer.dtype == torch.int16 and layer.scatter is None and len(inputs) == 1
-        hooks = any(each._forward_hooks or each._forward_pre_hooks for each in (layer, parts[after]))
-        return after if fits and isinstance(parts[after], Gated) and not hooks else None
+        hooked = is_hooked(layer) or is_hooked(parts[after])
+        return after if fits and isinstance(parts[after], Gated) and not hooked else None
 
     def run(self, images: torch.Tensor, seen: Callable[[str, torch.Tensor], None] | None = None) -> dict[str, torch.Tensor]:
         """Return the outputs by name, of images as :meth:`forward` takes them.
@@ -304,8 +312,10 @@ class IntegerNetwork(IntegerModule):
             seen: is called with each node's name and output.
         """
         parts = self.parts_for(images)
-        # a hook may call anything, and a compiler sees operators, no launches
-        if seen is None and not torch.compiler.is_compiling():
+        # a user's function may do anything, and a compiler sees operators, no launches
+        if seen is None and not torch.compiler.is_compiling() and not has_global_hooks():
+            from ..kernels.settled import weights_stay
+
             with weights_stay():
                 return self._run(images, parts, None)
         return self._run(images, parts, seen)
@@ -318,14 +328,13 @@ class IntegerNetwork(IntegerModule):
             if node.name in values:
                 continue
             part, after = parts[node.name], None if seen is not None else self.product_of(index, parts)
-            if part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part):
-                weights_may_change()
             if after is not None:
                 product = parts[after]
                 assert isinstance(product, Gated) and isinstance(part, Linear)
                 values[after] = product.behind(part, values[node.inputs[0]], self.backend)
             else:
-                values[node.name] = part(*(values[x] for x in node.inputs), backend=self.backend)
+                with _users_code() if is_hooked(part) else nullcontext():
+                    values[node.name] = part(*(values[x] for x in node.inputs), backend=self.backend)
             if seen is not None:
                 seen(node.name, values[node.name])
             self.forget(values, index)

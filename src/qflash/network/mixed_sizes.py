@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .inputs import IMAGES
-from .modules import IntegerModule
+from .modules import IntegerModule, is_hooked
 
 
 @dataclasses.dataclass(eq=False)
@@ -50,7 +50,7 @@ def _apart(value: Value) -> list[torch.Tensor]:
 
 def _is_of_rows(part: IntegerModule) -> bool:
     """Tell whether a module computes row by row, whatever image a row is of, and no hook wants to see it do so."""
-    if not part.by_rows or part._forward_hooks or part._forward_pre_hooks or getattr(part, "single", False):
+    if not part.by_rows or is_hooked(part) or getattr(part, "single", False):
         return False
     return part._buffers.get("gather") is None and part._buffers.get("scatter") is None
 

@@ -73,6 +73,12 @@ def _require_flags(**flags: Any) -> None:
             raise ValueError(f"{name} must be True or False, got {flag!r}")
 
 
+def is_hooked(part: nn.Module) -> bool:
+    """Tell whether calling a module runs code of a user: hooks, a ``forward`` of its own (accelerate's), parametrisations."""
+    hooks = part._forward_hooks or part._forward_pre_hooks
+    return bool(hooks) or "forward" in vars(part) or "parametrizations" in part._modules
+
+
 class IntegerModule(nn.Module):
     """A module whose state is integer buffers and the Python integers named in ``constants``.
 

@@ -295,10 +295,10 @@ def linear_launch(call: LinearCall) -> KernelLaunch:
 def _norm_tile(rows: int, channels: int, width: int, processors: int) -> tuple[int, int, int]:
     """Return rows a program of a normalisation, its warps, and channels a part of its rows.
 
-    With many rows a thread has 12 to 64 numbers: with more, a processor has registers for too few programs to hide the time of
-    loads (benchmarks/archive/few_tiles_h200.json). Parts are whole where a token's channels have a large power of two among
-    their factors. With few rows a program lasts as long as its loads wait, one behind the other: a row is one padded part, and
-    four warps have a program of their own (norm_tiles_h200.json).
+    A thread of the networks that were measured has 12 to 64 numbers: with more, a processor has registers for too few programs
+    to hide the time of loads (benchmarks/archive/few_tiles_h200.json). Parts are whole where a token's channels have a large
+    power of two among their factors. With few rows of one token each, a program lasts as long as its loads wait, one behind the
+    other: rows of 129 to 2048 channels are one padded part (norm_tiles_h200.json).
 
     Args:
         rows, channels: of the output.
@@ -308,9 +308,9 @@ def _norm_tile(rows: int, channels: int, width: int, processors: int) -> tuple[i
     block, warps = (32, 2) if channels <= 128 else (4, 2) if channels <= 256 else (4, 4)
     part, padded = width & -width, triton.next_power_of_2(width)
     if rows < 2 * block * processors:
-        if width == channels > 128 and padded <= 2048:
-            return 1, 4, padded
-        block = 2
+        if rows <= 4 * processors and width == channels and 128 < padded <= 2048:
+            return (4, 8, padded) if padded <= 256 else (1, 4, padded)
+        block, warps = 2, 2 if channels <= 512 else 4
     if part * MAX_PARTS < channels:
         part = padded
     elif block > 2:

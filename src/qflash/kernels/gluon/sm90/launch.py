@@ -33,7 +33,7 @@ from ...launch_arguments import (
     side_by_side,
 )
 from ...launch_recorder import KernelLaunch, ScoreTile, kernel_arguments
-from ...settled import weights_are_settled
+from ...settled import count_launch
 from ...tiles import (
     SHORT_ROW,
     SM90_RESIDENT,
@@ -421,7 +421,7 @@ def linear_launch(call: LinearCall) -> KernelLaunch:
     dependent = dependent_launch(call.x.device, rows * min(inputs, outputs))
     plan = LinearPlan(
         tiles.block_m, tiles.block_n, _LINEAR_DEPTH, outputs % tiles.block_n == 0, group, tiles.stages, dependent,
-        EARLY=weights_are_settled() and dependent == "early",
+        EARLY=count_launch() and dependent == "early",
         # a program with one tile has no products of another while it waits; registers hold the numbers of a narrow one
         AHEAD=not call.gated and tiles.block_n == 64 and programs == wide * high,
     )  # fmt: skip

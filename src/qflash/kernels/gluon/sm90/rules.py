@@ -56,7 +56,7 @@ PASSING_BY_FOUR, PASSING_BY_EIGHT = 1.05, 1.01
 APART_KEYS = 1200
 """Keys from which few heads are quantised by launches of their own: between 1025, where that is slower, and 1370."""
 FEW_QUERIES = 32
-"""So many queries, of a class token or of pooling, keep a program shorter than its keys take to be quantised."""
+"""Queries of a class token or of pooling, at most: a program works on them for less time than on quantising their keys."""
 
 
 def _misfit(shape: AttentionShape, capability: tuple[int, int]) -> str | None:
@@ -80,8 +80,8 @@ def resident_misfit(shape: AttentionShape, capability: tuple[int, int]) -> str |
         return reason
     if shape.keys <= 64:
         return f"it takes more than 64 keys, these are {shape.keys}"
-    if shape.fused and shape.queries <= FEW_QUERIES and shape.keys > APART_KEYS and shape.head_dim > 64:
-        # one launch is slow here (:func:`quantises_apart`), and launches of their own were not measured for wide heads
+    if shape.fused and shape.queries <= FEW_QUERIES and shape.keys > SHORT_ROW and shape.head_dim > 64:
+        # not measured: of narrow heads one launch is slow where rows are long (:func:`quantises_apart`)
         return f"it takes more than {FEW_QUERIES} queries of so many wide float keys, these are {shape.queries}"
     if row_fits_registers(shape.keys) or most_programs(shared_bytes(shape.keys, shape.head_dim)) > 0:
         return None
@@ -196,14 +196,14 @@ def quantises_apart(queries: int, keys: int, heads: int, head_dim: int, processo
     us for 12 heads of 1370 keys. Its code quantises a whole head in registers, and grows with the row. Beside the other kernels
     of a DINOv2-B it takes 33.6 us, which costs the model 5 %: it then no longer seems to stay in the instruction caches. Up to
     one and a half blocks a processor, programs of the one launch quantise one or two heads each and wait for the slower: 16
-    heads of 1374 keys take 37.1 us and 33.3 apart, 24 of 1370 keys 48.0 and 50.5 (``own_bound_h200.json``). With one block of
-    queries a head, quantising is most of the work, and more programs share it apart: one query of 768 heads of 1370 keys takes
-    469 us in one launch, of which 88 are attention (``few_queries_h200.json``).
+    heads of 1374 keys take 37.1 us and 33.3 apart, 24 of 1370 keys 48.0 and 50.5 (``own_bound_h200.json``). With few
+    queries quantising is most of the work, and more programs share it apart: one query of 768 heads of 1370 keys takes 469 us
+    in one launch and 225 with portable kernels (``few_queries_h200.json``).
 
     Args:
         queries, keys, heads, head_dim, processors: as in :class:`Work`.
     """
-    few = queries <= 64 or 2 * triton.cdiv(queries, 128) * heads <= 3 * processors
+    few = queries <= FEW_QUERIES or 2 * triton.cdiv(queries, 128) * heads <= 3 * processors
     return keys > APART_KEYS and head_dim <= 64 and few
 
 
@@ -344,7 +344,7 @@ def share_heads(queries: int, heads: int, each: int, processors: int, head_dim: 
         Shares(splits, 0, triton.cdiv(heads * splits, places) * (triton.cdiv(blocks, splits) + stage))
         for splits in range(1, blocks + 1)
     ]
-    if each > 1 and 0 < queries % block_m <= 16 and not fused:
+    if each > 1 and blocks > 1 and 0 < queries % block_m <= 16 and not fused:
         # a program that has a head to itself takes the last few queries in half a block's time
         found.append(Shares(1, 0, triton.cdiv(heads, places) * (blocks - 0.5 + stage)))
     if each == 1 or (each == 2 and not fused):

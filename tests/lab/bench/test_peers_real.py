@@ -21,23 +21,28 @@ def peers() -> Any:
     return load_benchmark("peers_real")
 
 
-def test_photos_lie_in_wheels_or_unpacked(peers: Any, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def judged() -> Any:
+    return load_benchmark("judged_photos")
+
+
+def test_photos_lie_in_wheels_or_unpacked(judged: Any, tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "one.whl", "w") as archive:
         archive.writestr("skimage/data/astronaut.png", b"in a wheel")
     (tmp_path / "imgaug").mkdir()
     (tmp_path / "imgaug" / "quokka.jpg").write_bytes(b"unpacked")
-    assert peers.find_photo("skimage/data/astronaut.png", tmp_path) == b"in a wheel"
-    assert peers.find_photo("imgaug/quokka.jpg", tmp_path) == b"unpacked"
+    assert judged.find_photo("skimage/data/astronaut.png", tmp_path) == b"in a wheel"
+    assert judged.find_photo("imgaug/quokka.jpg", tmp_path) == b"unpacked"
     with pytest.raises(DataUnavailableError, match=r"skimage/data/coins\.png is in no wheel of"):
-        peers.find_photo("skimage/data/coins.png", tmp_path)
+        judged.find_photo("skimage/data/coins.png", tmp_path)
 
 
-def test_other_photos_are_refused(peers: Any, tmp_path: Path) -> None:
-    for name in peers.JUDGED:
+def test_other_photos_are_refused(judged: Any, tmp_path: Path) -> None:
+    for name in judged.JUDGED:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"another")
     with pytest.raises(DataUnavailableError, match="the photos' files have SHA-256"):
-        peers.judged_photos(tmp_path)
+        judged.load(tmp_path)
 
 
 def test_draws_are_halves_and_differ(peers: Any) -> None:

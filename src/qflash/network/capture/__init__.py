@@ -6,7 +6,7 @@ rolls, class tokens, position embeddings, layer scale and dropout are no operati
 next, however a model spells them. What only depends on constants is computed once.
 
 ``tracer`` goes through the graph; what becomes of an operation of ATen stands in ``moves``, ``elements``, ``products``,
-``attention``, ``norms`` and ``texts``, each with a table of functions by operation.
+``attention``, ``einsum``, ``norms`` and ``texts``, each with a table of functions by operation.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch import fx, nn
 
 from ...torch_internals import tracing_alone
 from ..outputs import OutputsOf, Selected, copy_of, parameters_of, select_outputs
-from . import attention, elements, moves, norms, products, texts
+from . import attention, einsum, elements, moves, norms, products, texts
 from .captured import Captured, output_of
 from .operations import BATCH, UnsupportedError, View
 from .tracer import ARGUMENTS, Handler, Tracer, is_computed
 from .unread import used_operations
 
 _HANDLERS: dict[Any, Handler] = functools.reduce(
-    operator.or_, (part.HANDLERS for part in (moves, elements, products, attention, norms, texts))
+    operator.or_, (part.HANDLERS for part in (moves, elements, products, attention, einsum, norms, texts))
 )
 
 
@@ -95,10 +95,9 @@ def capture(
             found = tracer.run(dataclasses.replace(view, shape=tuple(images.shape)), *[None] * (len(places) - 1))
         except UnsupportedError as error:
             advice = _without([tracer.node], last, names)
-            raise UnsupportedError(str(error.args[0]).partition("\n\nWhile executing")[0] + advice) from None
+            raise UnsupportedError(f"{error}{advice}") from None
         except ARGUMENTS as error:
-            reason = str(error).partition("\n\nWhile executing")[0]
-            refusal = tracer.refusal(f"{tracer.node.target} ({type(error).__name__}: {reason})")
+            refusal = tracer.refusal(f"{tracer.node.target} ({type(error).__name__}: {error})")
             raise UnsupportedError(f"{refusal}{_without([tracer.node], last, names)}") from error
     if refusals:
         advice = _without(tracer.refused, last, names)

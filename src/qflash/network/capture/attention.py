@@ -92,6 +92,15 @@ def masked_fill(trace: Tracer, x: Any, mask: Any, value: Any) -> Scores:
     return dataclasses.replace(x, term=torch.where(mask.cpu(), wide(value), term))
 
 
+def where(trace: Tracer, mask: Any, x: Any, other: Any) -> Scores:
+    if not isinstance(mask, torch.Tensor) or is_computed(x) == is_computed(other):
+        raise RefusedError("aten.where")
+    scores, value, hidden = (x, other, ~mask) if is_computed(x) else (other, x, mask)
+    if wide(value).numel() != 1:
+        raise RefusedError("aten.where")
+    return masked_fill(trace, scores, hidden, wide(value).item())
+
+
 def softmax(trace: Tracer, x: Any, dim: int, *rest: Any, **more: Any) -> Scores:
     if not isinstance(x, Scores) or x.weights or dim not in (-1, len(x.shape) - 1):
         raise RefusedError("softmax of what are no scores of attention")
@@ -208,5 +217,6 @@ def _least(term: torch.Tensor) -> torch.Tensor:
 
 HANDLERS: dict[Any, Handler] = {
     aten.matmul: matmul, aten.mm: matmul, aten.bmm: matmul, aten.baddbmm: baddbmm, aten.masked_fill: masked_fill,
-    aten.softmax: softmax, aten._softmax: softmax, aten.scaled_dot_product_attention: attention,
+    aten.where: where, aten.softmax: softmax, aten._softmax: softmax,
+    aten.scaled_dot_product_attention: attention,
 }  # fmt: skip

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
 
 from ...specification.layers import ACTIVATIONS
 from .attention import Scores
+from .curves import Curve, applied, combined
 from .moves import Stacked
-from .norms import RowSize, Squares, normalised, power, row_sum, scaled_norm
+from .norms import RowSize, Squares, mean, normalised, power, row_sum, scaled_norm
 from .operations import RefusedError, View, wide
 from .products import add_layer, sum_of_linear
 from .tracer import Handler, Sigmoid, Tracer, aten, is_computed
@@ -23,6 +25,12 @@ def add(trace: Tracer, a: Any, b: Any, *, alpha: Any = 1) -> Any:
             raise RefusedError("add with alpha")
     if isinstance(a, RowSize) and is_computed(b):
         raise RefusedError("sum of norms of rows")
+    if isinstance(a, Curve) and not is_computed(b) and wide(b).numel() == 1:
+        return applied(trace, a, lambda x: x + float(wide(b)) * alpha, "sum")
+    if (isinstance(a, Curve) or isinstance(b, Curve)) and alpha == 1:
+        if (curve := combined(trace, a, b, torch.add)) is not None:
+            return curve
+        trace.refuse_steps(a, b)
     if not is_computed(b):
         if not isinstance(a, (View, Scores, RowSize)):
             raise RefusedError("sum of squares or stacked tensors and a constant")
@@ -51,16 +59,23 @@ def _mixes_channels(a: View, b: View) -> bool:
 def sub(trace: Tracer, a: Any, b: Any, *, alpha: Any = 1) -> Any:
     if isinstance(a, View) and isinstance(b, View) and alpha == 1 and a.source is b.source:
         return add(trace, a, b.scaled(wide(-1.0)))
-    if is_computed(b) or not isinstance(a, (View, Scores)):
+    if is_computed(b) or not isinstance(a, (View, Scores, Curve)):
         raise RefusedError("difference")
-    return a.plus(-wide(b) * alpha)
+    return add(trace, a, -wide(b) * alpha)
 
 
 def mul(trace: Tracer, a: Any, b: Any) -> Any:
     for place, (x, other) in enumerate(((a, b), (b, a))):
         if isinstance(x, View) and isinstance(other, Sigmoid) and (slope := other.slope(x)) is not None:
             return trace.made("silu", (x,), trace.seen(place), x.shape, slope=slope)
-    trace.refuse_sigmoid(a, b)
+    for x, number in ((a, b), (b, a)):
+        if isinstance(x, Curve) and not is_computed(number) and wide(number).numel() == 1:
+            return applied(trace, x, functools.partial(torch.mul, other=float(wide(number))), "product")
+    if isinstance(a, Curve) or isinstance(b, Curve):
+        if (curve := combined(trace, a, b, torch.mul)) is not None:
+            return curve
+        trace.refuse_steps(a, b)
+    trace.refuse_steps(*(x for x in (a, b) if not isinstance(x, View)))
     if isinstance(a, RowSize):
         a, b = b, a
     if isinstance(b, RowSize):
@@ -73,6 +88,8 @@ def mul(trace: Tracer, a: Any, b: Any) -> Any:
                 if gate.shape != value.shape:
                     break
                 return trace.made("product", (gate, value), trace.seen(place, 1 - place), gate.shape)
+        if (curve := combined(trace, a, b, torch.mul)) is not None:
+            return curve
         raise RefusedError("product of two computed tensors")
     if not is_computed(a):
         a, b = b, a
@@ -97,8 +114,23 @@ def activation(kind: str, trace: Tracer, x: Any, **constants: Any) -> View:
     return trace.made(kind, (x,), trace.seen(0), x.shape, **constants)
 
 
+def _sigmoid(trace: Tracer, x: Any) -> Sigmoid:
+    if not isinstance(x, View):
+        raise RefusedError("aten.sigmoid")
+    return Sigmoid(x, trace.node)
+
+
+def _reversed(trace: Tracer, x: Any, other: Any, alpha: Any = 1) -> Any:
+    """``other - alpha * x``."""
+    return add(trace, mul(trace, x, -alpha), other)
+
+
 def total(trace: Tracer, x: Any, dims: Any = None, keepdim: bool = False, **more: Any) -> View | RowSize:
-    """A sum over a dimension: of two stacked tensors, or of the squares of rows."""
+    """A sum over a dimension: of two stacked tensors, of tokens, or of the squares of rows."""
+    if isinstance(x, View) and dims is not None:
+        found = mean(trace, x, dims, keepdim)
+        assert isinstance(found, View)
+        return found.scaled(wide(math.prod(x.shape) / math.prod(found.shape)))
     if not isinstance(x, Stacked):
         return row_sum(trace, x, dims, keepdim)
     over = [dims] if isinstance(dims, int) else dims
@@ -109,8 +141,13 @@ def total(trace: Tracer, x: Any, dims: Any = None, keepdim: bool = False, **more
 
 _SILU, _RELU = functools.partial(activation, "silu"), functools.partial(activation, "relu")
 HANDLERS: dict[Any, Handler] = {
-    aten.add: add, aten.add_: add, aten.sub: sub, aten.mul: mul, aten.mul_: mul, aten.div: div,
-    aten.neg: lambda trace, x: mul(trace, x, -1.0), aten.sum: total,
+    **dict.fromkeys((aten.add, aten.add_), add), **dict.fromkeys((aten.sub, aten.sub_, aten.subtract), sub),
+    **dict.fromkeys((aten.mul, aten.mul_, aten.multiply), mul),
+    **dict.fromkeys((aten.div, aten.div_, aten.divide, aten.true_divide), div),
+    **dict.fromkeys((aten.neg, aten.neg_, aten.negative), lambda trace, x: mul(trace, x, -1.0)), aten.rsub: _reversed,
+    aten.sum: total,
     aten.gelu: functools.partial(activation, "gelu"), aten.silu: _SILU, aten.silu_: _SILU, aten.relu: _RELU, aten.relu_: _RELU,
-    aten.sigmoid: lambda trace, x: Sigmoid(x, trace.node),
+    aten.sigmoid: _sigmoid,
+    aten.tanh: lambda trace, x: applied(trace, x, torch.tanh, "aten.tanh"),
+    aten.erf: lambda trace, x: applied(trace, x, torch.erf, "aten.erf"),
 }  # fmt: skip

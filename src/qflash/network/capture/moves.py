@@ -17,7 +17,7 @@ from .tracer import Handler, Tracer, aten, constant_view, is_computed
 
 _IN_ORDER = {
     aten.view, aten.reshape, aten.flatten, aten.unflatten, aten.unsqueeze, aten.squeeze, aten.contiguous, aten.clone,
-    aten._unsafe_view,
+    aten._unsafe_view, aten.reshape_as, aten.ravel,
 }  # fmt: skip
 """Rearrangements that leave elements in their order."""
 _OF_ANY_STRIDES = {
@@ -26,11 +26,16 @@ _OF_ANY_STRIDES = {
     aten.view_as.default: aten.reshape_as.default,
 }
 """Rearrangements that need certain strides, and those that do the same without."""
+_LIKE = {aten.expand_as, aten.view_as, aten.reshape_as}
+"""Rearrangements that take a shape from another tensor."""
 _MOVES = {
     aten.transpose, aten.permute, aten.t, aten.expand, aten.select, aten.slice, aten.unbind, aten.split, aten.chunk,
     aten.split_with_sizes, aten.roll, aten.index_select, aten.flip, aten.repeat, aten.narrow, aten.movedim,
     aten.swapaxes, aten.numpy_T, aten.unfold, aten.expand_as, aten.view_as, aten.diagonal, aten.tile,
-    aten.repeat_interleave, aten.moveaxis, aten.tensor_split, aten.mT,
+    aten.repeat_interleave, aten.moveaxis, aten.tensor_split, aten.mT, aten.mH, aten.adjoint, aten.swapdims,
+    aten.broadcast_to, aten.hsplit, aten.dsplit, aten.unsafe_chunk, aten.unsafe_split, aten.unsafe_split_with_sizes,
+    aten.narrow_copy, aten.rot90, aten.fliplr, aten.flipud, aten.pixel_shuffle, aten.pixel_unshuffle, aten.channel_shuffle,
+    aten.gather,
 }  # fmt: skip
 """Other rearrangements of one tensor."""
 
@@ -53,8 +58,10 @@ class Stacked(Symbol):
 def move(trace: Tracer, x: Any, *args: Any, in_order: bool = False, **kwargs: Any) -> Any:
     """Rearrange as the traced operation does."""
     target: Any = trace.node.target
-    if isinstance(x, RowSize) and target.overloadpacket in (aten.expand, aten.expand_as):
+    if isinstance(x, RowSize) and target.overloadpacket in (aten.expand, aten.expand_as, aten.broadcast_to):
         return x
+    if target.overloadpacket in _LIKE and isinstance(args[0], Symbol):
+        args = (on_meta(args[0].shape),)
     if not isinstance(x, (View, Scores)) or is_computed(args):
         raise RefusedError(f"{target} that depends on what is computed")
     if isinstance(x, Scores):
@@ -75,6 +82,8 @@ def move(trace: Tracer, x: Any, *args: Any, in_order: bool = False, **kwargs: An
 
 
 def cat(trace: Tracer, tensors: Sequence[Any], dim: int = 0) -> View:
+    # a cache of keys begins with no element
+    tensors = [x for x in tensors if isinstance(x, Symbol) or x.numel()]
     views = [x for x in tensors if isinstance(x, View)]
     if any(isinstance(x, Scores) for x in tensors):
         raise RefusedError("cat of scores")
@@ -103,6 +112,10 @@ def pad(trace: Tracer, x: Any, amounts: Sequence[int], mode: str = "constant", v
     if any(amounts):
         raise RefusedError("padding")
     return x
+
+
+def side_by_side(trace: Tracer, tensors: Sequence[Any]) -> View:
+    return cat(trace, tensors, min(1, len(tensors[0].shape) - 1))
 
 
 def _nodes_of_list(trace: Tracer) -> list[fx.Node]:
@@ -136,6 +149,7 @@ def _joined(parts: Sequence[View], dim: int) -> View:
 
 HANDLERS: dict[Any, Handler] = {
     **dict.fromkeys(_MOVES, move), **dict.fromkeys(_IN_ORDER, functools.partial(move, in_order=True)),
-    aten.cat: cat, aten.stack: stack, aten.pad: pad, aten.constant_pad_nd: pad,
-    aten.dropout: lambda trace, x, *rest: x,
+    **dict.fromkeys((aten.cat, aten.concat, aten.concatenate), cat), aten.hstack: side_by_side, aten.stack: stack,
+    aten.pad: pad, aten.constant_pad_nd: pad,
+    **dict.fromkeys((aten.dropout, aten.alpha_dropout, aten.feature_dropout), lambda trace, x, *rest: x),
 }  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .curves import applied
 from .operations import RefusedError, Symbol, View, counted, same, wide
 from .tracer import Handler, Tracer, aten, is_computed
 
@@ -88,8 +89,10 @@ def rms_norm(trace: Tracer, x: Any, shape: Sequence[int], weight: Any = None, ep
     return trace.made("norm", (x,), trace.seen(0), x.shape, weight=weight, epsilon=epsilon, centred=False)
 
 
-def power(trace: Tracer, x: Any, exponent: Any) -> Squares | RowSize:
+def power(trace: Tracer, x: Any, exponent: Any) -> Any:
     node = trace.node.args[0]
+    if isinstance(x, View) and exponent == 3:
+        return applied(trace, x, lambda y: y**3, f"power {exponent}")
     if isinstance(x, View) and exponent == 2 and isinstance(node, fx.Node):
         return Squares(x, node, x.shape)
     if not isinstance(x, RowSize) or is_computed(exponent):
@@ -110,7 +113,9 @@ def vector_norm(trace: Tracer, x: Any, order: Any = 2, dims: Any = None, keepdim
     return row_sum(trace, power(trace, x, 2), dims, keepdim).power(0.5)
 
 
-def clamp_min(trace: Tracer, x: Any, least: Any) -> RowSize:
+def clamp_min(trace: Tracer, x: Any, least: Any) -> Any:
+    if isinstance(x, View) and not is_computed(least) and bool((wide(least) == 0).all()):
+        return trace.made("relu", (x,), trace.seen(0), x.shape)
     if is_computed(least) or not isinstance(x, RowSize):
         raise RefusedError("least number of norms of rows")
     return x.at_least(float(least))

@@ -161,5 +161,6 @@ def convolution(
 
 
 HANDLERS: dict[Any, Handler] = {
-    aten.linear: linear, aten.addmm: addmm, aten.conv2d: convolution, aten.convolution: convolution,
+    aten.linear: linear, aten.addmm: addmm,
+    **dict.fromkeys((aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution), convolution),
 }  # fmt: skip

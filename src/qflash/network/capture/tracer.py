@@ -36,8 +36,20 @@ def is_computed(x: Any) -> bool:
     return any(map(is_computed, x)) if isinstance(x, (list, tuple)) else isinstance(x, Symbol)
 
 
+class Step(Symbol):
+    """A step on the way to an activation; where it goes elsewhere, the operation that made it is refused.
+
+    Attributes:
+        node: of the traced graph, of that operation.
+        what: name of the operation.
+    """
+
+    node: fx.Node
+    what: str
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class Sigmoid(Symbol):
+class Sigmoid(Step):
     """The sigmoid of a tensor, which is SiLU once it is multiplied by what it is of.
 
     Attributes:
@@ -45,8 +57,10 @@ class Sigmoid(Symbol):
         node: of the traced graph, whose value it is.
     """
 
+    takers = frozenset((aten.mul, aten.mul_, aten.multiply))
     view: View
     node: fx.Node
+    what: str = "aten.sigmoid"
 
     def slope(self, x: View) -> float | None:
         """Return s where this is ``sigmoid(s x)``, s > 0, or None where it is something else."""
@@ -84,6 +98,7 @@ class Tracer(fx.Interpreter):
             visible: see there.
         """
         super().__init__(module, garbage_collect_values=False)
+        self.extra_traceback = False  # messages name the place themselves
         self.handlers, self.wrapped, self.refusals, self.visible = handlers, wrapped, refusals, visible
         self.operations: list[Operation] = []
         self.refused: list[fx.Node] = []
@@ -120,12 +135,11 @@ class Tracer(fx.Interpreter):
             return tuple(args[0].shape)[args[1]]
         if not is_computed(args) and not is_computed(tuple(kwargs.values())):
             return super().call_function(target, args, kwargs)
-        if packet not in (aten.mul, aten.mul_):
-            self.refuse_sigmoid(*args)
         if target is operator.getitem:
             return args[0][args[1]]
         if packet in _SAME:
             return args[0]
+        self.refuse_steps(*torch.utils._pytree.tree_leaves((args, kwargs)), but_for=packet)
         if isinstance(args[0], Symbol) and args[0].takers is not None and packet not in args[0].takers:
             raise self.refusal(f"{packet} of the place of a token")
         if packet in _OF_SHAPE:
@@ -140,15 +154,15 @@ class Tracer(fx.Interpreter):
             raise self.refusal(str(refused)) from None
 
     def output(self, target: Any, args: Any, kwargs: Any) -> Any:
-        self.refuse_sigmoid(*args[0])
+        self.refuse_steps(*args[0])
         return super().output(target, args, kwargs)
 
-    def refuse_sigmoid(self, *values: Any) -> None:
-        """Refuse a sigmoid among values, at the node that computes it."""
+    def refuse_steps(self, *values: Any, but_for: Any = None) -> None:
+        """Refuse steps on the way to an activation among values, but for those that an operation of ATen may take."""
         for x in values:
-            if isinstance(x, Sigmoid):
+            if isinstance(x, Step) and but_for not in (x.takers or ()):
                 self.node = x.node
-                raise self.refusal("aten.sigmoid")
+                raise self.refusal(x.what)
 
     def refusal(self, what: str) -> UnsupportedError:
         """Return the error that names the current node."""

@@ -1,0 +1,191 @@
+"""Encoders as people write them: einsum, activations that are spelled out, functions under their other names."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import qflash
+from helpers import few
+from qflash.network.capture import UnsupportedError, capture
+from qflash.network.capture.operations import BATCH
+from small_networks import draw_images
+
+SCALE = 16**-0.5
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Map = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Block(nn.Module):
+    """A block whose attention and activation are functions."""
+
+    def __init__(self, attend: Attend, activation: Map) -> None:
+        super().__init__()
+        self.attend, self.activation = attend, activation
+        self.norm1, self.qkv, self.proj = nn.LayerNorm(48), nn.Linear(48, 144), nn.Linear(48, 48)
+        self.norm2, self.fc1, self.fc2 = nn.LayerNorm(48), nn.Linear(48, 96), nn.Linear(96, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 3, 16)).permute(2, 0, 3, 1, 4)
+        x = x + self.proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.fc2(self.activation(self.fc1(self.norm2(x))))
+
+
+class Encoder(nn.Module):
+    """An encoder of one block; ``tokens`` makes tokens of the map of patches, ``pool`` one row of them."""
+
+    def __init__(
+        self, attend: Attend = F.scaled_dot_product_attention, activation: Map = F.gelu,
+        tokens: Map = lambda x: x.flatten(2).transpose(1, 2), pool: Map = lambda x: x.mean(1),
+    ) -> None:  # fmt: skip
+        super().__init__()
+        torch.manual_seed(0)
+        self.patches, self.block, self.norm = nn.Conv2d(3, 48, 8, 8), Block(attend, activation), nn.LayerNorm(48)
+        self.head = nn.Linear(48, 10)
+        self.places = nn.Parameter(torch.randn(1, 16, 48))
+        self.tokens, self.pool = tokens, pool
+        self.eval()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(self.pool(self.norm(self.block(self.tokens(self.patches(x)) + self.places))))
+
+
+def spelt(scores: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Attend:
+    return lambda q, k, v: scores(q, k).softmax(-1) @ v
+
+
+def einsum_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    weights = (torch.einsum("nlhd,nshd->nhls", q, k) * SCALE).softmax(-1)
+    return torch.einsum("nhls,nshd->nlhd", weights, v).transpose(1, 2)
+
+
+def einsum_swapped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("bhjd,bhij->bhid", v, (torch.einsum("bhjd,bhid->bhij", k, q) * SCALE).softmax(-1))
+
+
+def einsum_dots(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("...ij,...jd->...id", torch.einsum("...id,...jd->...ij", q * SCALE, k).softmax(-1), v)
+
+
+SEEN = torch.ones(16, 16).tril().bool()
+TAKEN: dict[str, dict[str, Any]] = {
+    "einsum of attention": {"attend": einsum_all},
+    "einsum, operands swapped": {"attend": einsum_swapped},
+    "einsum with dots": {"attend": einsum_dots},
+    "scores where a mask is": {"attend": spelt(lambda q, k: torch.where(SEEN, q @ k.mT * SCALE, -1e9))},
+    "scores where it is not": {"attend": spelt(lambda q, k: torch.where(~SEEN, -math.inf, q @ k.mT * SCALE))},
+    "keys behind an empty cache": {
+        "attend": lambda q, k, v: F.scaled_dot_product_attention(q, torch.cat([q.new_ones(0), k], 2), v)
+    },
+    "gelu by erf": {"activation": lambda x: x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))},
+    "gelu by tanh": {
+        "activation": lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+    },
+    "gelu by tanh, factored": {
+        "activation": lambda x: 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
+    },
+    "silu in another type": {"activation": lambda x: x * torch.sigmoid(x).to(x.dtype)},
+    "relu by clamp": {"activation": lambda x: x.clamp(min=0)},
+    "relu by clamp_min": {"activation": lambda x: x.clamp_min(0.0)},
+    "other names": {
+        "tokens": lambda x: torch.true_divide(torch.multiply(torch.negative(1 - x.flatten(2).swapdims(1, 2)), 2.0), 3.0)
+    },
+    "pieces joined": {"tokens": lambda x: torch.concat(x.flatten(2).mT.tensor_split(2, 1), 1)},
+    "the shape of another": {"tokens": lambda x: x.flatten(2).mT.reshape_as(x.flatten(2).mT)},
+    "einsum that permutes": {"tokens": lambda x: torch.einsum("bchw->bhwc", x).flatten(1, 2)},
+    "a sum of tokens": {"pool": lambda x: x.sum(1) / 16},
+    "dropout of whole channels": {"tokens": lambda x: F.dropout2d(x, 0.1, False).flatten(2).mT},
+}  # fmt: skip
+
+
+def check(model: nn.Module) -> None:
+    """Require captured operations that compute what the model does."""
+    model = model.double()
+    x = torch.randn(3, 3, 32, 32, dtype=torch.float64)
+    captured = capture(model, x[:BATCH])
+    with torch.inference_mode():
+        (wanted,), (got,) = captured.pick(model(x)).values(), captured(x).values()
+    assert got.shape == wanted.shape and float((got - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())
+
+
+@pytest.mark.parametrize("name", few(TAKEN, 9))
+def test_what_is_spelt_otherwise_is_captured(name: str) -> None:
+    check(Encoder(**TAKEN[name]))
+
+
+class ByEinsum(nn.Module):
+    """A linear layer whose weights have a dimension for heads, or come first."""
+
+    def __init__(self, layer: nn.Linear, equation: str) -> None:
+        super().__init__()
+        weight = layer.weight.data
+        self.weight = nn.Parameter(weight.unflatten(1, (3, 16)) if "h" in equation else weight)
+        self.bias, self.equation = layer.bias, equation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if "h" in self.equation:
+            return torch.einsum(self.equation, x.unflatten(-1, (3, 16)).transpose(1, 2), self.weight) + self.bias
+        return torch.einsum(self.equation, self.weight, x) + self.bias
+
+
+@pytest.mark.parametrize("equation", ["bhtd,chd->btc", "dc,btc->btd", "d...,bt...->btd"])
+def test_a_linear_layer_by_einsum(equation: str) -> None:
+    model = Encoder()
+    model.block.proj = ByEinsum(model.block.proj, equation)
+    check(model)
+
+
+def test_a_linear_layer_by_a_convolution_in_one_dimension() -> None:
+    class Pointwise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Conv1d(48, 96, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x.mT).mT
+
+    model = Encoder()
+    model.block.fc1 = Pointwise()  # type: ignore[assignment]
+    check(model.eval())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["einsum of attention", "gelu by tanh, factored", "gelu by erf", "relu by clamp", "pieces joined"]
+)
+def test_what_is_spelt_otherwise_becomes_integers(name: str) -> None:
+    options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False}
+    assert qflash.quantize_model(Encoder(**TAKEN[name]), [draw_images(24, 3, 32)], **options).quality.sqnr_db > 25
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "another curve": (
+        {"activation": lambda x: 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.044715 * x**3)))}, r"power 3 in block ",
+    ),
+    "tanh alone": ({"activation": torch.tanh}, r"aten\.tanh in block "),
+    "tanh of a bias": ({"activation": lambda x: x * torch.tanh(x + torch.arange(96.0))}, r"aten\.tanh in block "),
+    "a sigmoid": ({"activation": lambda x: torch.sigmoid(x)}, r"aten\.sigmoid in block "),
+    "a product of channels": ({"pool": lambda x: torch.einsum("btc,btd->bcd", x, x).mean(1)}, "mean of everything"),
+    "a sum over channels": ({"pool": lambda x: torch.einsum("btc->bt", x) @ torch.ones(16, 48)}, "einsum btc->bt"),
+    "a diagonal": ({"pool": lambda x: torch.einsum("bcc->bc", x[:, :, :16]) @ torch.ones(16, 48)}, "einsum bcc->bc"),
+    "scores in another order": (
+        {"attend": lambda q, k, v: torch.einsum("bhid,bhjd->bijh", q, k).softmax(2).permute(0, 3, 1, 2) @ v}, "bijh of scores",
+    ),
+    "where scores are not": ({"pool": lambda x: torch.where(SEEN[:, :1], x, 0.0).mean(1)}, "masked_fill in the model"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", few(REFUSED, 4))
+def test_what_is_no_operator_is_named(name: str) -> None:
+    options, message = REFUSED[name]
+    with pytest.raises(UnsupportedError) as refusal:
+        capture(Encoder(**options), torch.randn(BATCH, 3, 32, 32))
+    assert re.search(message, str(refusal.value)) and "line" in str(refusal.value), str(refusal.value)

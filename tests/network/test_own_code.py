@@ -189,3 +189,11 @@ def test_what_is_no_operator_is_named(name: str) -> None:
     with pytest.raises(UnsupportedError) as refusal:
         capture(Encoder(**options), torch.randn(BATCH, 3, 32, 32))
     assert re.search(message, str(refusal.value)) and "line" in str(refusal.value), str(refusal.value)
+
+
+def test_a_mean_of_the_stream_with_channels_first() -> None:
+    model = Encoder(pool=lambda x: F.adaptive_avg_pool1d(x.mT, 1).flatten(1))
+    model.norm = model.head = nn.Identity()  # type: ignore[assignment]
+    options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False}
+    network = qflash.quantize_model(model, [draw_images(16, 3, 32)], **options)
+    assert network.quality is not None and network.quality.sqnr_db > 25

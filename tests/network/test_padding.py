@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import qflash
-from helpers import DEVICE
+from helpers import DEVICE, few
 from qflash.network.graph import IntegerNetwork
 from qflash.network.modules import Attention
 from qflash.network.onnx_check import check_onnx
@@ -368,3 +368,31 @@ def test_a_mask_or_a_bound_may_be_a_buffer_and_nothing_else_infinite() -> None:
 def test_masks_are_for_whole_texts(sizes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="padded and causal are for attention of whole texts"):
         Attention(2, 8, 0.3, qflash.Recipe().key, **({"padded": True} | sizes))
+
+
+def _with_rotary_positions() -> Any:
+    config = {**SIZES, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    return transformers.ModernBertModel(transformers.ModernBertConfig(**config))
+
+
+def _with_narrow_embeddings() -> Any:
+    return transformers.ElectraModel(transformers.ElectraConfig(**SIZES, embedding_size=16))
+
+
+def _with_root_mean_squares() -> Any:
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": VOCABULARY}
+    return transformers.T5EncoderModel(transformers.T5Config(**sizes))
+
+
+@pytest.mark.parametrize(
+    "build", few([_with_rotary_positions, _with_narrow_embeddings, _with_root_mean_squares], 1), ids=lambda x: x.__name__
+)
+def test_ranges_are_found_behind_rotations(build: Any) -> None:
+    """Of positions, and of the residual stream."""
+    model = draw_weights(build())
+    network = qflash.quantize_model(model, [CALIBRATION], progress=False)
+    assert network.is_padded
+    mask = TEXTS["attention_mask"] == 1
+    with torch.inference_mode():
+        hidden = model(**TEXTS).last_hidden_state
+    assert sqnr_db(hidden[mask], network.dequantize(network(**TEXTS))[mask]) > 20

@@ -15,7 +15,7 @@ from torch import fx, nn
 from ..scalars import unboxed
 from ..specification.texts import is_token
 from ..validation import is_number
-from .capture.operations import ROWS_OF
+from .capture.operations import PLACES, ROWS_OF
 from .conversion import Range
 
 METHODS = ("minmax", "percentile", "mse")
@@ -271,6 +271,7 @@ class Calibration(fx.Interpreter):
             tokens: :attr:`.capture.Captured.tokens`. Rows of places without a token are not looked at.
         """
         super().__init__(module)
+        self.extra_traceback = False  # of the traced graph, which nobody has seen
         self.tokens = tokens or {}
         self.visible = torch.empty(0, dtype=torch.bool, device="cpu")
         observers = (Observer(keep, products) for products in nodes.values()) if like is None else like.observers.values()
@@ -291,9 +292,9 @@ class Calibration(fx.Interpreter):
             ValueError: of a row it is not known of which token it is.
         """
         like, rows = node, out.reshape(-1, out.shape[-1])
-        while like not in self.tokens and ROWS_OF in like.meta:
+        while like not in self.tokens and PLACES not in like.meta and ROWS_OF in like.meta:
             like = like.meta[ROWS_OF]
-        places = self.tokens.get(like)
+        places = self.tokens.get(like, like.meta.get(PLACES))
         if len(rows) == 1 and (places is None or len(places) != 1):
             return rows  # of the text as a whole
         if places is None or len(places) != len(rows):

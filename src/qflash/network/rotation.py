@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 
 from .capture.captured import Captured, Output, rms_norm
-from .capture.operations import Operation, View, call_behind, counted
+from .capture.operations import ROWS_OF, Operation, View, call_behind, counted
 from .matrix import Matrix
 
 MOST_MIXED = 64
@@ -157,6 +157,7 @@ def _copied(end: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
         if not copies.keys().isdisjoint(node.all_input_nodes):
             with node.graph.inserting_after(node):
                 copies[node] = node.graph.node_copy(node, lambda x: copies.get(x, x))
+            copies[node].meta[ROWS_OF] = node
     return copies[end]
 
 
@@ -218,6 +219,8 @@ class _Stream:
         _require(all(map(_is_whole, views)))
         if member.kind not in ("linear", "embedding"):
             _require(all(map(_is_plain, views)))
+            # a mean may have its channels before the dimension that it is taken over
+            _require(all(node.meta["val"].shape[-1] == member.channels for node in (member.node, *member.seen)))
 
             def rotate_sum() -> None:
                 member.node, member.seen = self._rotated(member.node), [self._rotated(node) for node in member.seen]

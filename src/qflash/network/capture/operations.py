@@ -53,6 +53,8 @@ def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 ROWS_OF = "qflash_rows_of"
 """In what is known of a node of a traced graph: the node whose rows it has."""
+PLACES = "qflash_places"
+"""There, too: of which place of a text each of its rows is, int64, where it has other rows than the node it is made of."""
 
 
 def call_behind(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from ..capture.operations import BATCH, Operation, UnsupportedError, View, call_behind, counted
+from ..capture.operations import BATCH, PLACES, Operation, UnsupportedError, View, call_behind, counted
 
 _ALIKE = 1e-5
 """How far cosines and sines of a pair may lie apart, and beyond 1: they were computed in float32, or narrower."""
@@ -91,7 +91,10 @@ def positions_of(view: View, user: Operation, like: Positions | None = None) -> 
         return view.evaluate(x.reshape(x.shape[0] // lead, -1))[..., order].transpose(1, 2).flatten(2)
 
     plain = dataclasses.replace(plain, factor=None)
-    return Positions(order, cos, sin, call_behind(operation.node, "rotated", rotated)), plain
+    seen = call_behind(operation.node, "rotated", rotated)
+    # of texts each row is of the token that its first head is of
+    seen.meta[PLACES] = place[0, 0, :, 0] // channels
+    return Positions(order, cos, sin, seen), plain
 
 
 def common_positions(user: Operation, parts: Sequence[Positions | None]) -> Positions | None:

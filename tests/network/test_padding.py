@@ -396,3 +396,49 @@ def test_ranges_are_found_behind_rotations(build: Any) -> None:
     with torch.inference_mode():
         hidden = model(**TEXTS).last_hidden_state
     assert sqnr_db(hidden[mask], network.dequantize(network(**TEXTS))[mask]) > 20
+
+
+FILLER = 1
+
+
+def _counting(name: str, filler: int = FILLER) -> Any:
+    """Return a model that counts places by ids other than one."""
+    config = getattr(transformers, f"{name}Config")(**SIZES, pad_token_id=filler, bos_token_id=3, eos_token_id=2)
+    return draw_weights(getattr(transformers, f"{name}Model")(config))
+
+
+@pytest.mark.parametrize("name", few(["XLMRoberta", "MPNet"], 1))
+def test_places_that_are_counted_by_ids(name: str, tmp_path: Path) -> None:
+    model = _counting(name)
+    network = qflash.quantize_model(model, [CALIBRATION], outputs=["last_hidden_state"], progress=False)
+    network.save(tmp_path / "network")
+    network = qflash.load_model(tmp_path / "network")
+    ids, mask = TEXTS["input_ids"], TEXTS["attention_mask"]
+    filled = torch.where(mask == 1, ids, FILLER)
+    with torch.inference_mode():
+        hidden = model(filled, attention_mask=mask).last_hidden_state
+    assert sqnr_db(hidden[mask == 1], network.dequantize(network(filled, attention_mask=mask))[mask == 1]) > 24
+    for wrong in (
+        {"input_ids": filled},  # without the mask
+        {"input_ids": filled.flip(1), "attention_mask": mask.flip(1)},  # padded on the left
+        {"input_ids": torch.where(ids == ids[0, 1], FILLER, ids), "attention_mask": torch.ones_like(mask)},
+    ):
+        with pytest.raises(ValueError, match=r"no token with the id 1, which .* pad on the right"):
+            network(**wrong)
+    plain = qflash.quantize_model(model, [CALIBRATION["input_ids"]], outputs=["last_hidden_state"], progress=False)
+    assert not plain.is_padded
+    with pytest.raises(ValueError, match=r"no token with the id 1"):
+        plain(filled)
+
+
+def test_what_is_at_places_without_a_token_is_not_compared() -> None:
+    """With 0 as padding they have other places in the model than in the network."""
+    model = _counting("Roberta", 0)
+    network = qflash.quantize_model(model, [CALIBRATION], outputs=["last_hidden_state"], progress=False)
+    assert network.quality.sqnr_db > 24
+
+
+def test_calibration_texts_padded_on_the_left_are_refused() -> None:
+    texts = {key: x.flip(1) for key, x in CALIBRATION.items()}
+    with pytest.raises(ValueError, match="pad on the right"):
+        qflash.quantize_model(_counting("XLMRoberta"), [texts], outputs=["last_hidden_state"], progress=False)

@@ -123,7 +123,7 @@ def check_captured(captured: Captured, model: nn.Module, images: torch.Tensor) -
                 raise ValueError("NaN or infinity in the output of the float network on the calibration images")
             if want.shape != got.shape:
                 found = f"shape {tuple(want.shape)} and not {tuple(got.shape)}"
-            elif not (db := sqnr_db(want, got)) >= LEAST_READ_DB:
+            elif not (db := sqnr_db(of_tokens(want, images), of_tokens(got, images))) >= LEAST_READ_DB:
                 found = f"{db:.1f} dB, where equal ones have {LEAST_READ_DB:.0f}"
             else:
                 continue

@@ -116,6 +116,7 @@ def capture(
         [output_of(name, x, nodes[name], list(nodes).index(name)) for name, x in zip(names, found, strict=True)],
         functools.partial(select_outputs, outputs=wanted, padded=padded),
         _places(tracer, images.shape[1]) if padded else {},
+        tracer.filler,
     )
 
 

@@ -72,6 +72,7 @@ class Captured:
         select: returns the module that gives a model's outputs.
         tokens: by node of the traced graph, int64 (rows,): of which place of a text each row of the node's value is, for one
             text. Empty where there are no masks.
+        filler: id that the model fills texts up with, where it counts places by the ids that are another; or None.
     """
 
     module: fx.GraphModule
@@ -79,6 +80,7 @@ class Captured:
     outputs: list[Output]
     select: Callable[[nn.Module], nn.Module] = lambda model: model
     tokens: dict[fx.Node, torch.Tensor] = dataclasses.field(default_factory=dict)
+    filler: int | None = None
 
     def users(self) -> dict[Operation, list[tuple[Operation, int]]]:
         """Return by operation those that take its output, and which of their inputs it is."""

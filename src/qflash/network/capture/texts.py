@@ -73,6 +73,14 @@ def is_id(trace: Tracer, x: Any, token: Any) -> Place:
     return Place(x.shape, token)
 
 
+def is_other(trace: Tracer, x: Any, token: Any) -> torch.Tensor:
+    """Whether ids are not the one that fills texts up: true of all tokens, of which alone a network counts places."""
+    if not is_ids(x) or type(token) is not int or trace.filler not in (None, token):
+        _refuse_call(trace)
+    trace.filler = token
+    return torch.ones(x.shape, dtype=torch.bool, device="cpu" if trace.visible is None else trace.visible.device)
+
+
 def argmax(trace: Tracer, x: Any, dim: int | None = None, keepdim: bool = False) -> Place:
     if keepdim or dim not in (1, -1) or not (isinstance(x, Place) or is_ids(x)):
         _refuse_call(trace)
@@ -120,5 +128,6 @@ def _refuse_call(trace: Tracer) -> NoReturn:
 
 
 HANDLERS: dict[Any, Handler] = {
-    aten.embedding: embedding, aten.clamp: clamp, aten.ge: at_least, aten.eq: is_id, aten.argmax: argmax, aten.index: index,
+    aten.embedding: embedding, aten.clamp: clamp, aten.ge: at_least, aten.eq: is_id, aten.ne: is_other, aten.argmax: argmax,
+    aten.index: index,
 }  # fmt: skip

@@ -82,6 +82,7 @@ class Tracer(fx.Interpreter):
         node: of the traced graph, at which it is.
         visible: bool (batch, tokens), which places of the traced texts count as tokens, in all of the first text; None where
             there are no masks.
+        filler: see :class:`.captured.Captured`.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Tracer(fx.Interpreter):
         self.handlers, self.wrapped, self.refusals, self.visible = handlers, wrapped, refusals, visible
         self.operations: list[Operation] = []
         self.refused: list[fx.Node] = []
+        self.filler: int | None = None
         self.node: fx.Node
 
     def run_node(self, n: fx.Node) -> Any:

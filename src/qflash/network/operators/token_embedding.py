@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...backends import find_backend
+from ...specification.texts import is_token
 from ...validation import check_backend, check_tensor
 from ..modules import OwnForms, _require_flags, _require_sizes
 from ..operator_arguments import check_device, check_tokens, operator
@@ -19,6 +20,8 @@ class TokenEmbedding(OwnForms):
     Attributes:
         padded: whether texts may have places without a token, whose ids are -1: they have the table's row 0, which no other
             token sees. Such texts may also be shorter than :attr:`position`.
+        filler: the id that fills texts up, where the model counts places by the ids that are another (RoBERTa): a place's row
+            is right if all tokens come first and none has this id, which is checked on a CPU. None where places are places.
         table_words, position_words: int32, the int16 numbers of :attr:`table` and :attr:`position` two by two, since
             ``nn.DataParallel`` broadcasts buffers by NCCL, which has no int16; the second None where there are no positions.
     """
@@ -27,21 +30,24 @@ class TokenEmbedding(OwnForms):
     table_words: torch.Tensor
     position_words: torch.Tensor | None
 
-    def __init__(self, vocabulary: int, channels: int, positions: int, padded: bool = False) -> None:
+    def __init__(self, vocabulary: int, channels: int, positions: int, padded: bool = False, filler: int | None = None) -> None:
         """Make it empty.
 
         Args:
             vocabulary: rows of the table.
             channels: of the stream.
             positions: tokens of a text, of which each place has a row; 0 for none.
-            padded: see there.
+            padded, filler: see there.
         """
         _require_sizes(vocabulary=vocabulary, channels=channels)
         _require_sizes(0, positions=positions)
         _require_flags(padded=padded)
-        more = {"padded": True} if padded else {}
+        more: dict[str, Any] = {"padded": True} if padded else {}
+        if filler is not None:
+            _require_sizes(0, filler=filler)
+            more["filler"] = filler
         super().__init__(vocabulary=vocabulary, channels=channels, positions=positions, **more)
-        self.padded = padded
+        self.padded, self.filler = padded, filler
         self._shapes = {"table": (vocabulary, channels), "position": (positions, channels)}
         for name, (rows, _) in self._shapes.items():
             self._buffer(f"{name}_words", ((rows * channels + 1) // 2,) if rows else None, torch.int32)
@@ -66,11 +72,22 @@ class TokenEmbedding(OwnForms):
     def forward(self, ids: torch.Tensor, backend: str = "auto") -> torch.Tensor:
         """Return int16 (batch, tokens, channels) of ids, int32 or int64 (batch, tokens)."""
         position = self.position
+        if self.filler is not None and ids.device.type == "cpu" and not torch.compiler.is_compiling():
+            self._check_places(ids)
         if self.padded:
             ids = ids.clamp(min=0)
             position = None if position is None else position[: ids.shape[1]]
         out: torch.Tensor = torch.ops.qflash.token_embedding(ids, self.table, position, backend)
         return out
+
+    def _check_places(self, ids: torch.Tensor) -> None:
+        """Require texts whose tokens come first, and none of whose ids is :attr:`filler`."""
+        visible = is_token(ids)
+        if bool((ids == self.filler).any()) or bool((visible[:, 1:] > visible[:, :-1]).any()):
+            raise ValueError(
+                f"ids must have all tokens of a text before its padding, and no token with the id {self.filler}, which the "
+                "model does not count as a place: give an attention_mask, and pad on the right"
+            )
 
     def write_onnx(self, graph: Any, inputs: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> Any:
         import numpy as np

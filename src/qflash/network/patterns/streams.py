@@ -81,7 +81,8 @@ def _embed_ids(net: Builder, rows: Rows) -> None:
         # the same for all places, as that of the one segment
         table, term = table + term[:1], None
     vocabulary, channels = table.shape
-    module = TokenEmbedding(vocabulary, channels, 0 if term is None else len(term), bool(net.captured.tokens))
+    positions = 0 if term is None else len(term)
+    module = TokenEmbedding(vocabulary, channels, positions, bool(net.captured.tokens), net.captured.filler)
     group = net.group()
     # words that calibration did not see are in the table
     group.most = float(table.abs().max()) + (0.0 if term is None else float(term.abs().max()))

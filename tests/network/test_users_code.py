@@ -92,3 +92,118 @@ def test_an_output_that_is_constant_is_told_the_others() -> None:
 
     with pytest.raises(UnsupportedError, match=r"'output1' does not depend on the images; outputs=\['output0'\] leaves it out"):
         qflash.quantize_model(Scaled().eval(), [images(4)], **OPTIONS)
+
+
+class AnyNumber(nn.Module):
+    """Hands on whatever it is given, as ``torch.optim.swa_utils.AveragedModel`` does."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return self.module(*args, **options)
+
+
+def test_wrappers_hand_on_what_they_hold() -> None:
+    model = make("timm: class token")
+    networks = [
+        qflash.quantize_model(each.eval(), [images(16)], **OPTIONS)
+        for each in (model, nn.DataParallel(model), AnyNumber(model))
+    ]
+    assert [network.nodes[1].name.removeprefix("module.") for network in networks] == [networks[0].nodes[1].name] * 3
+    some = images(2)
+    assert all(torch.equal(network(some), networks[0](some)) for network in networks)
+
+
+class Noisy(nn.Module):
+    """Adds noise to its tokens in eval mode, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = make("timm: class token")
+        self.body.blocks[0].register_forward_hook(lambda _, __, out: out + torch.rand(out.shape[1:]))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.body(x)
+
+
+class Looking(Noisy):
+    """Looks at the values of a tensor."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = self.body(x)
+        return out if float(out.mean()) > 0 else -out
+
+
+class Cached(Noisy):
+    """Returns something besides tensors."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"last_hidden_state": self.body(x), "cache": object()}
+
+
+class ImagesAndTexts(Noisy):
+    def forward(self, input_ids: torch.Tensor, pixel_values: torch.Tensor) -> Any:
+        return self.body(pixel_values) + input_ids
+
+
+ADVICE: dict[type[nn.Module], str] = {
+    Noisy: r"aten\.rand, which draws random numbers, in body\.blocks\.0 ",
+    Looking: r"data-dependent [^.]*; the model, or a hook, looks at a tensor's values: float\(x\), x\.item\(\), if x > 0$",
+    Cached: r"not a known type; outputs=\['last_hidden_state'\], or another list of names, leaves it out$",
+    ImagesAndTexts: "; a network takes images or texts alone, and outputs can be a function that gives the model the rest$",
+}
+
+
+@pytest.mark.parametrize("kind", ADVICE)
+def test_what_cannot_be_traced_comes_with_advice(kind: type[nn.Module]) -> None:
+    with pytest.raises(UnsupportedError, match=ADVICE[kind]):
+        qflash.quantize_model(kind().eval(), [images(4)], **OPTIONS)
+
+
+def test_outputs_that_need_no_image_are_no_advice() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = make("timm: class token")
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.body(x).tanh(), torch.ones(x.shape[0], 2)
+
+    with pytest.raises(UnsupportedError, match=r"aten\.tanh in the model .* has no integer form$"):
+        qflash.quantize_model(Both().eval(), [images(4)], **OPTIONS)
+
+
+class Photos(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return images(1)[0]
+
+
+INPUTS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "channels last": (lambda: [images(2).permute(0, 2, 3, 1)], {}, r"channels come last: images\.permute\(0, 3, 1, 2\)$"),
+    "single images": (lambda: list(images(2)), {}, r"got \(3, 32, 32\); of single images .*DataLoader\(images, 32\)"),
+    "two dimensions": (lambda: [images(2)[0, 0]], {}, r"\(batch, channels, height, width\), got \(32, 32\)$"),
+    "a data set": (Photos, {}, r"got Photos; DataLoader\(dataset, 32\) makes batches$"),
+    "one mean for all": (lambda: [images(2)], {"mean": 0.5}, "mean must be a list of a number for each .* channels, got 0.5$"),
+    "no output": (lambda: [images(2)], {"outputs": lambda model, x: None}, "outputs must return a tensor, .* got none$"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_inputs_of_another_kind_are_named(name: str) -> None:
+    batches, options, message = INPUTS[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        qflash.quantize_model(make("timm: class token"), batches(), **{**OPTIONS, **options})
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_torchscript_is_told_what_to_give() -> None:
+    scripted = torch.jit.script(nn.Linear(2, 2)).eval()
+    with pytest.raises(TypeError, match=r"model must be the torch\.nn\.Module that TorchScript was made of"):
+        qflash.quantize_model(scripted, [images(2)], **OPTIONS)
+
+
+def test_one_name_of_a_part_is_no_list() -> None:
+    with pytest.raises(TypeError, match="keep_float must be a list of names, got 'head'"):
+        qflash.quantize_model(make("timm: class token"), [images(4)], keep_float="head", **OPTIONS)

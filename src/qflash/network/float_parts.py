@@ -291,8 +291,11 @@ def kept_nodes(network: IntegerNetwork, twins: Mapping[str, FloatTwin], names: S
     """Return the nodes that names of submodules stand for.
 
     Raises:
+        TypeError: it is one name and no list.
         ValueError: a name stands for none that can be kept in floating point.
     """
+    if isinstance(names, str):
+        raise TypeError(f"keep_float must be a list of names, got {names!r}")
     found: list[str] = []
     for name in names:
         under = [node.name for node in network.nodes if node.name == name or node.name.startswith(f"{name}.")]

@@ -53,6 +53,20 @@ def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
+def bare(model: Any) -> Any:
+    """Return a model without what ``torch.compile`` and data parallelism put around it."""
+    parallel = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    while (inner := model.module if isinstance(model, parallel) else getattr(model, "_orig_mod", None)) is not None:
+        model = inner
+    return model
+
+
+def _takes_any_number(model: nn.Module) -> bool:
+    """Tell whether a model's first argument is one of any number, which ``torch.export`` has as a tuple."""
+    first = next(iter(parameters_of(model.forward).values()), None)
+    return first is not None and first.kind is inspect.Parameter.VAR_POSITIONAL
+
+
 def takes_mask(model: nn.Module, outputs: Sequence[str] | OutputsOf | None) -> bool:
     """Tell whether an attention mask can be given: to the model by its name, or to the function of outputs behind the ids."""
     taken = parameters_of(outputs if callable(outputs) else model.forward)
@@ -99,7 +113,8 @@ def select_outputs(model: nn.Module, outputs: Sequence[str] | OutputsOf | None, 
         TypeError: ``outputs`` is neither None, a function nor a list of names.
         ValueError: there are no names, or one is named twice; or a model that takes patches cannot be copied.
     """
-    changed = padded or any(map(takes_patches, model.modules()))
+    model = bare(model)
+    changed = padded or _takes_any_number(model) or any(map(takes_patches, model.modules()))
     if outputs is None:
         return Selected(model, None, padded) if changed else model
     if callable(outputs):

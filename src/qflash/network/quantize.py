@@ -26,7 +26,7 @@ from .conversion import rounded_once
 from .float_parts import kept_nodes, with_float_parts
 from .graph import IntegerNetwork
 from .inputs import check_input, text_ids
-from .outputs import OutputsOf, select_outputs, takes_mask
+from .outputs import OutputsOf, bare, select_outputs, takes_mask
 from .patterns import Lowering
 from .resampling import check_same_nodes, difference, model_at, resized
 from .rotation import rotate_streams
@@ -38,6 +38,8 @@ HELD_OUT = 8
 
 def _check_model(model: nn.Module) -> None:
     """Require a model with weights in eval mode that is not patched."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("model must be the torch.nn.Module that TorchScript was made of: torch.export takes no ScriptModule")
     if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
         raise TypeError(f"model must be a torch.nn.Module with parameters, got {type(model).__name__}")
     if patched := [name for name, module in model.named_modules() if hasattr(type(module), "_qflash_base")]:
@@ -81,7 +83,10 @@ def find_statistics(
         values = config.get(name) if given is None else given
         if values is None:
             raise ValueError(f"{name} must be given: the model's pretrained_cfg has none")
-        numbers = [float(x) for x in values]
+        try:
+            numbers = [float(x) for x in values]
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{name} must be a list of a number for each of the images' channels, got {values!r}") from error
         if len(numbers) != channels or not all(map(math.isfinite, numbers)) or (name == "std" and min(numbers) <= 0):
             of = "channel" if channels == 1 else f"{channels} channels"
             positive = " above 0" * (name == "std")
@@ -123,6 +128,23 @@ def _images_of(batch: Any, of_images: Callable[[Sequence[Any]], torch.Tensor]) -
 
 def _described(x: Any) -> str:
     return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+
+
+def _check_dimensions(images: Any) -> None:
+    """Require uint8 images to be a batch with channels first.
+
+    Raises:
+        ValueError: they are single ones, or have channels last.
+    """
+    if not isinstance(images, torch.Tensor) or images.dtype != torch.uint8:
+        return  # somebody else says what is wrong
+    shape, advice = tuple(images.shape), ""
+    if len(shape) == 3:
+        advice = "; of single images torch.utils.data.DataLoader(images, 32) makes batches"
+    elif len(shape) == 4 and shape[3] in (1, 3) and shape[1] > 4:
+        advice = ", whose channels come last: images.permute(0, 3, 1, 2)"
+    if advice or len(shape) != 4:
+        raise ValueError(f"images must have shape (batch, channels, height, width), got {shape}{advice}")
 
 
 class _Texts:
@@ -168,9 +190,10 @@ def _stream(
         TypeError, ValueError: they are something else; the message names it.
     """
     if isinstance(batches, (torch.Tensor, Mapping, str)) or not isinstance(batches, Iterable):
+        is_dataset = isinstance(batches, torch.utils.data.Dataset)
         raise TypeError(
-            f"calibration_batches must be a list or another iterable of batches, got {_described(batches)}; write [images] "
-            "for one batch"
+            f"calibration_batches must be a list or another iterable of batches, got {_described(batches)}; "
+            f"{'DataLoader(dataset, 32) makes batches' if is_dataset else 'write [images] for one batch'}"
         )
     size: tuple[int, ...] | None = None
 
@@ -185,6 +208,7 @@ def _stream(
         is_text = isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor)
         images = texts.ids_of(batch, size) if is_text else _images_of(batch, of_images)
         if size is None:
+            _check_dimensions(images)
             known = isinstance(images, torch.Tensor) and images.dim() == 4
             size = tuple(images.shape[1:]) if known else (3, 0, 0)
             if isinstance(images, torch.Tensor) and images.dim() == 2 and images.dtype in (torch.int32, torch.int64):
@@ -413,7 +437,7 @@ def quantize_model(
             differ. The model gives different images the same output, or the integer network has less than ``min_sqnr`` (the
             worst parts are named). An argument is not one of its choices.
     """
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    model = bare(model)
     _check_model(model)
     percentile = check_method(method, percentile, (EXPECTED, *METHODS))
     choices = resolve_recipe(recipe)

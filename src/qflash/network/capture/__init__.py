@@ -62,8 +62,11 @@ def capture(
                     copy_of(selected), (images,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},), strict=False
                 )
         except Exception as error:
-            reason = traceback.format_exception_only(error)[-1].strip()[:500]
-            raise UnsupportedError(f"torch.export cannot trace the model: {reason}{_help(error, model, outputs)}") from error
+            # what follows is of torch.export's own settings
+            reason = traceback.format_exception_only(error)[-1].strip().partition("\n")[0][:400]
+            if advice := _help(error, model, outputs):
+                reason = reason.partition(". ")[0].partition("! ")[0]
+            raise UnsupportedError(f"torch.export cannot trace the model: {reason}{advice}") from error
         module: Any = program.module()
         last = next(n for n in module.graph.nodes if n.op == "output")
         nodes = dict(zip(_output_names(program), last.args[0], strict=True))
@@ -74,6 +77,8 @@ def capture(
             if "logits" in nodes and wanted is None
             else [x for x in nodes if nodes[x] is not None]
         )
+        if not names:
+            raise ValueError("outputs must return a tensor, a tuple or a dictionary of tensors, got none")
         for name in names:
             if nodes.get(name) is None:
                 raise ValueError(f"outputs must be of {', '.join(map(repr, nodes))}, or a submodule's name, got {name!r}")
@@ -126,12 +131,29 @@ def _help(error: Exception, model: nn.Module, outputs: Any) -> str:
         return "; a network takes images or texts alone, and outputs can be a function that gives the model the rest"
     if "specialized it to be a constant" in str(error):
         return "; the model must work for any batch: x.shape[0] or -1 in place of len(x) or a number"
+    # by name, since its module loads sympy
+    if type(error).__name__ == "GuardOnDataDependentSymNode":
+        return "; the model, or a hook, looks at a tensor's values: float(x), x.item(), if x > 0"
+    if outputs is None and "in output, which is not a known type" in str(error):
+        return "; outputs=['last_hidden_state'], or another list of names, leaves it out"
     if outputs is None and {"input_ids", "pixel_values"} <= parameters_of(model.forward).keys():
+        if not hasattr(model, "get_image_features"):
+            return "; it takes images and texts at once, and a network takes one of them"
         return (
             "; it has two towers, and a network is one of them: outputs=lambda model, x: model.get_image_features(x), or "
             "get_text_features"
         )
     return ""
+
+
+def _behind(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """Return nodes and all that need them."""
+    found, left = set(nodes), list(nodes)
+    while left:
+        further = [x for x in left.pop().users if x not in found]
+        found.update(further)
+        left += further
+    return found
 
 
 def _without(nodes: Sequence[fx.Node], last: fx.Node, names: Sequence[str]) -> str:
@@ -142,13 +164,12 @@ def _without(nodes: Sequence[fx.Node], last: fx.Node, names: Sequence[str]) -> s
         last: that returns the outputs.
         names: of the outputs, in their order.
     """
-    needing, left = set(nodes), list(nodes)
-    while left:
-        further = [x for x in left.pop().users if x not in needing]
-        needing.update(further)
-        left += further
+    needing = _behind(nodes)
+    # a size is no image
+    images = next(n for n in last.graph.nodes if n.op == "placeholder")
+    computed = _behind([n for n in images.users if n.target is not torch.ops.aten.sym_size.int])
     returned: Any = last.args[0]
-    others = [name for name, x in zip(names, returned, strict=True) if x not in needing]
+    others = [name for name, x in zip(names, returned, strict=True) if x in computed and x not in needing]
     return f"; outputs={others} leaves it out" if others else ""
 
 

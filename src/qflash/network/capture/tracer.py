@@ -136,6 +136,9 @@ class Tracer(fx.Interpreter):
         if packet is aten.sym_size and not isinstance(args[0], torch.Tensor):
             return tuple(args[0].shape)[args[1]]
         if not is_computed(args) and not is_computed(tuple(kwargs.values())):
+            # dropout in eval mode draws none
+            if packet not in self.handlers and torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
+                raise self.refusal(f"{packet}, which draws random numbers,")
             return super().call_function(target, args, kwargs)
         if target is operator.getitem:
             return args[0][args[1]]

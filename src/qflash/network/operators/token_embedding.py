@@ -83,7 +83,8 @@ class TokenEmbedding(OwnForms):
     def _check_places(self, ids: torch.Tensor) -> None:
         """Require texts whose tokens come first, and none of whose ids is :attr:`filler`."""
         visible = is_token(ids)
-        if bool((ids == self.filler).any()) or bool((visible[:, 1:] > visible[:, :-1]).any()):
+        assert self.filler is not None
+        if bool(ids.eq(self.filler).any()) or bool((visible[:, 1:] > visible[:, :-1]).any()):
             raise ValueError(
                 f"ids must have all tokens of a text before its padding, and no token with the id {self.filler}, which the "
                 "model does not count as a place: give an attention_mask, and pad on the right"

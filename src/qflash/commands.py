@@ -103,7 +103,10 @@ class Images:
         elif path.suffix == ".npy":
             import numpy as np
 
-            self._pixels = np.load(path, mmap_mode="r", allow_pickle=False)
+            try:
+                self._pixels = np.load(path, mmap_mode="r", allow_pickle=False)
+            except (ValueError, EOFError) as error:
+                raise ValueError(f"{path} is no array that numpy.save wrote") from error
             shape, channels = self._pixels.shape, transform.size[0]
             if self._pixels.dtype != np.uint8 or len(shape) != 4 or channels not in (shape[1], shape[3]):
                 raise ValueError(
@@ -132,14 +135,20 @@ class Images:
         return self._transforms[min(range(len(proportions)), key=lambda n: abs(math.log(proportions[n])))](image)
 
     def _load(self, number: int) -> torch.Tensor:
-        from PIL import Image
+        from PIL import Image, ImageOps
 
         if self._pixels is None:
+            file = self._files[number]
             try:
-                with Image.open(self._files[number]) as image:
-                    return self._prepare(image)
-            except OSError as error:
-                raise ValueError(f"{self._files[number]} is no image that PIL reads: {error}") from error
+                with Image.open(file) as image:
+                    # a camera may have been held on its side
+                    upright = ImageOps.exif_transpose(image)
+            except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+                raise ValueError(f"{file} is no image that PIL reads: {error}") from error
+            try:
+                return self._prepare(upright)
+            except ValueError as error:
+                raise ValueError(f"{file}: {error}") from error
         import numpy as np
 
         pixels, sizes = np.array(self._pixels[number]), [x.size for x in self._transforms]
@@ -363,7 +372,12 @@ def coverage(found: FloatModel, outputs: str | None, console: Console, *, comput
         _say(console, f"  {reason}{f' ({count} alike)' if count > 1 else ''}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the reasons that it names are printed here
-        patch(found.model)
+        try:
+            patch(found.model)
+        except ValueError as error:
+            report["attention"] = {"integer": 0, "float": 0}
+            _say(console, f"with qflash.patch: {error}")
+            return report
     layers = attention_coverage(found.model)
     report["attention"] = {"integer": len(layers.integer), "float": len(layers.floating)}
     _say(console, f"with qflash.patch: {len(layers.integer)} of {len(layers)} attention layers in integers")
@@ -376,12 +390,17 @@ def _labels(path: Path | None, network: IntegerNetwork) -> list[str]:
     """Return names of classes: of a file (JSON list or id2label dictionary, or one a line), else the network's."""
     if path is None:
         return list(network.about.get("labels", []))
-    text = path.read_text(encoding="utf-8")
-    if path.suffix != ".json":
-        return text.splitlines()
-    found = json.loads(text)
-    found = found.get("id2label", found) if isinstance(found, dict) else found
-    return [str(found[key]) for key in sorted(found, key=int)] if isinstance(found, dict) else [str(x) for x in found]
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix != ".json":
+            return text.splitlines()
+        found = json.loads(text)
+        found = found.get("id2label", found) if isinstance(found, dict) else found
+        return [str(found[key]) for key in sorted(found, key=int)] if isinstance(found, dict) else [str(x) for x in found]
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"--labels must be text with a class a line, or JSON: a list, or classes by number, is {path}: {error}"
+        ) from error
 
 
 def predict(

@@ -217,6 +217,13 @@ def test_coverage_names_all_that_does_not(tmp_path: Path) -> None:
     assert 24 in report["refused"].values()
 
 
+def test_coverage_of_what_holds_no_attention() -> None:
+    result = runner.invoke(app, ["coverage", "test_resnet", "--random-weights", "--no-compute", "--format", "json"])
+    report = json.loads(result.stdout)
+    assert result.exit_code == 1 and report["attention"] == {"integer": 0, "float": 0}
+    assert any("convolution" in reason for reason in report["refused"])
+
+
 def test_what_pools_by_tanh_is_converted_without(images: Path, tmp_path: Path) -> None:
     config = transformers.ViTConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, image_size=16, patch_size=8
@@ -335,6 +342,51 @@ def test_a_file_that_is_no_image_is_named(images: Path, tmp_path: Path) -> None:
     transform = qflash.image_transform({"input_size": (3, 8, 8), "mean": (0.5,) * 3, "std": (0.5,) * 3})
     with pytest.raises(ValueError, match=r"a\.png is no image that PIL reads"):
         list(Images(tmp_path, transform).batches())
+
+
+PLAIN = {"input_size": (3, 8, 8), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+
+
+def test_photos_are_turned_upright(tmp_path: Path) -> None:
+    """As the camera says that it was held."""
+    upright = Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8))
+    data = Image.Exif()
+    data[0x0112] = 6
+    upright.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "x.png", exif=data)
+    transform = qflash.image_transform(PLAIN)
+    assert torch.equal(next(Images(tmp_path, transform).batches())[0], transform(upright))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("16 bits", "8 bits a channel, has mode I;16"),
+        ("too large", "no image that PIL reads"),
+        ("cut off", "no image that PIL reads"),
+    ],
+)
+def test_the_file_of_an_image_that_is_not_taken_is_named(
+    kind: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pixels = np.random.default_rng(0).integers(0, 65536, (64, 64), dtype=np.uint16)
+    (Image.fromarray(pixels) if kind == "16 bits" else Image.fromarray(pixels.astype(np.uint8))).save(tmp_path / "x.png")
+    if kind == "too large":
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    elif kind == "cut off":
+        (tmp_path / "x.png").write_bytes((tmp_path / "x.png").read_bytes()[:2000])
+    with pytest.raises(ValueError, match=rf"x\.png.*{message}"):
+        next(Images(tmp_path, qflash.image_transform(PLAIN)).batches())
+
+
+def test_files_that_hold_something_else_are_named(converted: tuple[Path, Any], images: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.npy").write_bytes(b"no array")
+    with pytest.raises(ValueError, match=r"x\.npy is no array that numpy\.save wrote"):
+        Images(tmp_path / "x.npy", qflash.image_transform(PLAIN))
+    photo = next(images.rglob("*.png"))
+    (tmp_path / "list.json").write_text("[")
+    for file in (photo, tmp_path / "list.json"):
+        result = runner.invoke(app, ["predict", str(converted[0]), str(images), "--labels", str(file)])
+        assert result.exit_code == 1 and f"or JSON: a list, or classes by number, is {file}: " in result.stderr
 
 
 def test_sizes_and_devices() -> None:

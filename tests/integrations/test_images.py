@@ -95,6 +95,17 @@ def test_other_modes_are_converted(mode: str) -> None:
     assert grey(image).shape == (1, 32, 32)
 
 
+@pytest.mark.parametrize("mode", ["I;16", "I", "F"])
+def test_more_than_8_bits_are_refused(mode: str) -> None:
+    """PIL would cut them off at 255."""
+    transform = qflash.image_transform({"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3})
+    image = Image.fromarray(np.arange(90 * 70, dtype=np.uint16).reshape(70, 90)).convert(mode)
+    with pytest.raises(ValueError, match=f"must have 8 bits a channel, has mode {mode};"):
+        transform(image)
+    with pytest.raises(ValueError, match=f"has mode {mode};"):
+        qflash.quantize_model(torch.nn.Linear(2, 2).eval(), [[image]], mean=[0.5] * 3, std=[0.5] * 3)
+
+
 def test_what_is_no_source_or_image_is_refused() -> None:
     with pytest.raises(TypeError, match="source must be a model of timm, its pretrained_cfg or an image processor"):
         qflash.image_transform(torch.nn.Linear(2, 2))

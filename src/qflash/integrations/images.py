@@ -33,10 +33,11 @@ class ImageTransform:
 
         Raises:
             TypeError: it is something else.
+            ValueError: it has more than 8 bits a channel.
         """
         if not is_image(image):
             raise TypeError(f"image must be of PIL (PIL.Image.open), got {type(image).__name__}")
-        return self._pixels(image.convert("L" if self.size[0] == 1 else "RGB"))
+        return self._pixels(_converted(image, "L" if self.size[0] == 1 else "RGB"))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(size={self.size}, mean={self.mean}, std={self.std})"
@@ -45,6 +46,20 @@ class ImageTransform:
 def is_image(x: Any) -> bool:
     """Tell whether something is an image of PIL, without importing it."""
     return any(each.__module__ == "PIL.Image" and each.__name__ == "Image" for each in type(x).__mro__)
+
+
+def _converted(image: Any, mode: str) -> Any:
+    """Return a PIL image in a mode of 8 bits.
+
+    Raises:
+        ValueError: it has more, which PIL cuts off at 255.
+    """
+    if image.mode == "F" or image.mode.startswith("I"):
+        raise ValueError(
+            f"image must have 8 bits a channel, has mode {image.mode}; of 16 bits "
+            "Image.fromarray((numpy.asarray(image) / 257).astype('uint8')) keeps 8"
+        )
+    return image.convert(mode)
 
 
 def check_size(size: int | Sequence[int] | None) -> tuple[int, int] | None:
@@ -223,13 +238,13 @@ def pixels_of(images: Iterable[Any], transform: ImageTransform | None) -> torch.
         transform: that they go through; None takes them as they are.
 
     Raises:
-        ValueError: without a transform they have several sizes.
+        ValueError: without a transform they have several sizes; or one has more than 8 bits a channel.
     """
     if transform is not None:
         return torch.stack([transform(image) for image in images])
     import numpy as np
 
-    found = [torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1) for image in images]
+    found = [torch.from_numpy(np.array(_converted(image, "RGB"))).permute(2, 0, 1) for image in images]
     if len({x.shape for x in found}) > 1:
         raise ValueError(
             "images of PIL must have one size, or go through qflash.image_transform(processor); got "

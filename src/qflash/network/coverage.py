@@ -15,11 +15,10 @@ from ..specification.recipe import DEFAULT
 from .capture import capture
 from .capture.operations import BATCH, UnsupportedError
 from .capture.unread import drop_unread_rows, split_layers
-from .checks import exact_floats, in_float32
 from .outputs import OutputsOf
 from .patterns import Lowering
-from .quality import Quality, sqnr_db
-from .quantize import Preparation, find_statistics, quantize_model
+from .quality import Quality
+from .quantize import find_statistics, quantize_model
 from .rotation import rotate_streams
 
 DRAWN = 4
@@ -35,8 +34,7 @@ class NetworkCoverage:
         outputs: shape of each output for one image, by name.
         refusals: why the model is refused: each operation without an integer form with the submodule and the line of source;
             or the first that fits no pattern; or what went wrong when it was computed.
-        captured_db: SQNR in dB of the captured operations, computed in floating point, beside the model; of several outputs
-            the least. None if nothing was computed.
+        captured_db: see :attr:`.Captured.read_db`. None if nothing was computed.
         quality: of the integer network on the same drawn images, or None.
     """
 
@@ -95,18 +93,13 @@ def network_coverage(
     images = drawn_images(image)
     try:
         network = quantize_model(model, [images], mean=mean, std=std, outputs=outputs, progress=progress)
-        captured, exact = network.lowering.captured, in_float32(model)
-        prepared = Preparation(mean, std, next(model.parameters()).device)(images, torch.float32)
-        with torch.inference_mode(), exact_floats():
-            wanted, made = captured.pick(captured.select(exact)(prepared)), captured(prepared)
-            captured_db = min(sqnr_db(wanted[name], made[name]) for name in wanted)
     except MemoryError:
         raise
     except Exception as error:  # whatever happens is what is asked for
         kind = "" if isinstance(error, (ValueError, TypeError)) else f"{type(error).__name__}: "
         reason = f"computed on {DRAWN} drawn images: {kind}{error}"
         return NetworkCoverage({}, {}, (reason,))
-    return dataclasses.replace(found, captured_db=captured_db, quality=network.quality)
+    return dataclasses.replace(found, captured_db=network.lowering.captured.read_db, quality=network.quality)
 
 
 def _traced(model: nn.Module, image: Sequence[int], outputs: Sequence[str] | OutputsOf | None) -> NetworkCoverage:

@@ -72,6 +72,8 @@ class Captured:
         select: returns the module that gives a model's outputs.
         tokens: by node of the traced graph, int64 (rows,): of which place of a text each row of the node's value is, for one
             text. Empty where there are no masks.
+        read_db: SQNR in dB of the operations, computed in floating point, beside the model; of several outputs the least.
+            Infinity before they are compared.
         filler: id that the model fills texts up with, where it counts places by the ids that are another; or None.
     """
 
@@ -81,6 +83,7 @@ class Captured:
     select: Callable[[nn.Module], nn.Module] = lambda model: model
     tokens: dict[fx.Node, torch.Tensor] = dataclasses.field(default_factory=dict)
     filler: int | None = None
+    read_db: float = math.inf
 
     def users(self) -> dict[Operation, list[tuple[Operation, int]]]:
         """Return by operation those that take its output, and which of their inputs it is."""

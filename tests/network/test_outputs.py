@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import STATISTICS, images, make, normalise
+from families import STATISTICS, images, make, normalise, of_transformers
 from torch import nn
 
 import qflash
@@ -17,6 +17,7 @@ from qflash.network.capture import UnsupportedError
 from qflash.network.operators.tokens import Tokens, arrange
 from qflash.network.outputs import select_outputs
 from qflash.network.quality import sqnr_db
+from qflash_lab.evaluation.random_weights import randomise
 
 
 def from_timm(model: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -278,3 +279,18 @@ def test_a_layer_behind_a_pooling_by_attention_gives_a_row_an_image(tmp_path: Pa
     assert network(images(3))["pooler_output"].shape == (3, 48) and network.quality.sqnr_db > 20
     network.save(tmp_path / "network")
     assert torch.equal(qflash.load_model(tmp_path / "network")(images(3))["pooler_output"], network(images(3))["pooler_output"])
+
+
+def test_a_stage_that_a_rotated_stream_begins_with_is_an_output() -> None:
+    """Behind a patch merging, of which the next stage's first normalisation and sum take the rotated channels."""
+    torch.manual_seed(0)
+    model = of_transformers("Swin", "Model").eval()
+    randomise(model)
+    names = ["last_hidden_state", "hidden_states.1"]
+    network = qflash.quantize_model(model, [images(16)], outputs=names, progress=False, **STATISTICS)
+    some = images(3, 5)
+    with torch.inference_mode():
+        wanted = model(normalise(some), output_hidden_states=True)
+    made = network.dequantize(network(some))
+    assert sqnr_db(wanted.hidden_states[1], made["hidden_states.1"]) > 20
+    assert sqnr_db(wanted.last_hidden_state, made["last_hidden_state"]) > 20

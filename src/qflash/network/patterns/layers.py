@@ -175,7 +175,7 @@ def lower_linear(net: Builder, operation: Operation) -> None:
     behind = {kind for user, _ in net.users[operation] if user.kind in ("norm", "rotary") for kind in net.kinds_behind(user)}
     if kinds <= {"norm", "attention", "rotary"} and behind and behind <= {"attention", "rotary"}:
         return
-    if not kinds <= {"norm", "add", "linear", "mean", "output"} or kinds == {"linear"}:
+    if not kinds <= {"norm", "add", "linear", "mean", "output", "unrotate"} or kinds == {"linear"}:
         raise refusal(operation, net.stands_before(operation))
     begin_stream(net, operation)
 

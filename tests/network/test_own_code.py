@@ -197,3 +197,25 @@ def test_a_mean_of_the_stream_with_channels_first() -> None:
     options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False}
     network = qflash.quantize_model(model, [draw_images(16, 3, 32)], **options)
     assert network.quality is not None and network.quality.sqnr_db > 25
+
+
+class Apart(nn.Module):
+    """A linear layer as a product with a matrix, and a sum."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(layer.weight.detach().T.contiguous()), layer.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + self.bias
+
+
+def test_biases_that_are_added_behind_become_the_layers() -> None:
+    """Also before attention and an activation, which take no constant."""
+    model, same = Encoder(), Encoder()
+    for name in ("qkv", "proj", "fc1", "fc2"):
+        setattr(model.block, name, Apart(getattr(model.block, name)))
+    options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False}
+    found, wanted = (qflash.quantize_model(x, [draw_images(16, 3, 32)], **options) for x in (model, same))
+    some = draw_images(2, 3, 32, seed=3)
+    assert torch.equal(found(some), wanted(some))

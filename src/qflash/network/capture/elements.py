@@ -14,7 +14,7 @@ from .curves import Curve, applied, combined
 from .moves import Stacked
 from .norms import RowSize, Squares, mean, normalised, power, row_sum, scaled_norm
 from .operations import RefusedError, View, wide
-from .products import add_layer, sum_of_linear
+from .products import add_layer, sum_of_linear, with_bias
 from .tracer import Handler, Sigmoid, Tracer, aten, is_computed
 
 
@@ -34,6 +34,8 @@ def add(trace: Tracer, a: Any, b: Any, *, alpha: Any = 1) -> Any:
     if not is_computed(b):
         if not isinstance(a, (View, Scores, RowSize)):
             raise RefusedError("sum of squares or stacked tensors and a constant")
+        if isinstance(a, View) and alpha == 1 and isinstance(b, torch.Tensor) and (layer := with_bias(trace, a, b)) is not None:
+            return layer
         return a.plus(wide(b) * alpha)
     if isinstance(a, Scores) or isinstance(b, Scores) or alpha != 1:
         raise RefusedError("sum of scores")

@@ -120,6 +120,16 @@ def means_of_tokens(trace: Tracer, weights: torch.Tensor, x: View) -> View | Non
     return add_layer(trace, x.moved(together), [seen], Affine(Matrix.of(mean)))
 
 
+def with_bias(trace: Tracer, x: View, bias: torch.Tensor) -> View | None:
+    """Return a linear layer without a bias that has one added behind it, or None where it is something else."""
+    if x.source.bias is not None or bias.dim() != 1 or len(bias) != x.shape[-1] or x.factor is not None or x.term is not None:
+        return None
+    if (product := product_of(x)) is None or product.view.source.kind == "images":
+        return None
+    layer = product.layer.then(None, wide(bias))
+    return trace.made("linear", (product.view,), product.seen, x.shape, matrix=layer.matrix, bias=layer.bias)
+
+
 def linear(trace: Tracer, x: Any, weight: Any, bias: Any = None) -> View:
     if not isinstance(x, View) or is_computed((weight, bias)):
         raise RefusedError("linear layer with computed weights")

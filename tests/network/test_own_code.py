@@ -219,3 +219,24 @@ def test_biases_that_are_added_behind_become_the_layers() -> None:
     found, wanted = (qflash.quantize_model(x, [draw_images(16, 3, 32)], **options) for x in (model, same))
     some = draw_images(2, 3, 32, seed=3)
     assert torch.equal(found(some), wanted(some))
+
+
+class ClassToken(nn.Module):
+    """PyTorch's own encoder behind patches and a class token; its attention has tokens before the batch."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.patches, self.batch_first = nn.Conv2d(3, 48, 8, 8), batch_first
+        self.token, self.places = nn.Parameter(torch.randn(1, 1, 48)), nn.Parameter(torch.randn(1, 17, 48))
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(48, 4, 96, batch_first=batch_first), 1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        patches = self.patches(x).flatten(2).mT
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), patches], 1) + self.places
+        return self.encoder(x)[:, 0] if self.batch_first else self.encoder(x.transpose(0, 1))[0]
+
+
+@pytest.mark.parametrize("batch_first", few([True, False], 1))
+def test_a_class_token_in_pytorchs_encoder(batch_first: bool) -> None:
+    check(ClassToken(batch_first).eval())

@@ -14,7 +14,7 @@ from torch import fx
 
 from ...specification.layers import ACTIVATIONS
 from ..outputs import WRAPPED
-from .operations import BATCH, Operation, RefusedError, Symbol, UnsupportedError, View, nowhere, wide
+from .operations import BATCH, Operation, RefusedError, Symbol, UnsupportedError, View, counted, nowhere, wide
 
 aten = torch.ops.aten
 ARGUMENTS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, NotImplementedError)
@@ -208,8 +208,14 @@ def image_order(view: View) -> torch.Tensor | None:
         return None
     places = view.index.reshape(-1, view.shape[-1])[:, 0]
     image = places // (view.source.rows * view.source.channels // BATCH)
-    if bool((places < 0).any()) or bool((image.diff() >= 0).all()):
+    known = places >= 0
+    if bool((image[known].diff() >= 0).all()):
         return None
+    if not bool(known.all()):
+        # constants, as a class token, are of the images whose turn it is
+        image, found = counted(len(image)) % BATCH, image
+        if not torch.equal(image[known], found[known]):
+            return None
     return image.argsort(stable=True)
 
 

@@ -45,6 +45,11 @@ def _is_timm(model: nn.Module) -> bool:
     return all(callable(getattr(model, name, None)) for name in ("forward_features", "forward_head", "get_classifier"))
 
 
+def names_of(model: nn.Module) -> tuple[str, ...]:
+    """Return names of outputs that a model has whatever it returns."""
+    return (LOGITS, TOKENS, FEATURES) if _is_timm(model) else ()
+
+
 def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
     """Return a function's parameters by name; none of what is not written in Python."""
     try:

@@ -23,7 +23,7 @@ import torch.utils._pytree
 from torch import fx, nn
 
 from ...torch_internals import tracing_alone
-from ..outputs import OutputsOf, Selected, copy_of, parameters_of, select_outputs
+from ..outputs import OutputsOf, Selected, bare, copy_of, names_of, parameters_of, select_outputs
 from . import attention, einsum, elements, moves, norms, products, texts
 from .captured import Captured, output_of
 from .operations import BATCH, UnsupportedError, View
@@ -81,7 +81,8 @@ def capture(
             raise ValueError("outputs must return a tensor, a tuple or a dictionary of tensors, got none")
         for name in names:
             if nodes.get(name) is None:
-                raise ValueError(f"outputs must be of {', '.join(map(repr, nodes))}, or a submodule's name, got {name!r}")
+                known = dict.fromkeys((*nodes, *names_of(bare(model))))
+                raise ValueError(f"outputs must be of {', '.join(map(repr, known))}, or a submodule's name, got {name!r}")
         last.args = (tuple(nodes[name] for name in names),)
         module.graph.eliminate_dead_code()
         # takes images and returns a tuple, whatever the model's own arguments and results are

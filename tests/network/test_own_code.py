@@ -221,6 +221,18 @@ def test_biases_that_are_added_behind_become_the_layers() -> None:
     assert torch.equal(found(some), wanted(some))
 
 
+def test_a_part_of_a_layer_is_told_the_whole() -> None:
+    class Ends(Encoder):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x).split(5, dim=1)
+
+    options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False}
+    with pytest.raises(UnsupportedError, match=r"the output is a part of it; outputs=\['head'\] gives all of it$"):
+        qflash.quantize_model(Ends(), [draw_images(4, 3, 32)], **options)
+    network = qflash.quantize_model(Ends(), [draw_images(16, 3, 32)], outputs=["head"], **options)
+    assert network(draw_images(2, 3, 32)).shape == (2, 10)
+
+
 class ClassToken(nn.Module):
     """PyTorch's own encoder behind patches and a class token; its attention has tokens before the batch."""
 

@@ -200,7 +200,8 @@ def _head(net: Builder, output: Output) -> str:
     source = output.view.source
     rows = rows_of(output.view, source)
     if not rows.has_all_columns:
-        raise refusal(source, "the output is a part of it")
+        advice = f"; outputs=[{source.name!r}] gives all of it" if source.name else ""
+        raise refusal(source, f"the output is a part of it{advice}")
     # what the sum is multiplied by does not change how its inputs are best quantised
     layers, layer = summands(dataclasses.replace(output.view, factor=None, term=None), source)
     layer = layer.then(rows.factor, rows.term_of_all(source, "what is added to tokens differs"))

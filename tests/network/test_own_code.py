@@ -16,6 +16,7 @@ import qflash
 from helpers import few
 from qflash.network.capture import UnsupportedError, capture
 from qflash.network.capture.operations import BATCH
+from qflash.network.quality import sqnr_db
 from small_networks import draw_images
 
 SCALE = 16**-0.5
@@ -252,3 +253,18 @@ class ClassToken(nn.Module):
 @pytest.mark.parametrize("batch_first", few([True, False], 1))
 def test_a_class_token_in_pytorchs_encoder(batch_first: bool) -> None:
     check(ClassToken(batch_first).eval())
+
+
+@pytest.mark.parametrize("place", [3, 15, -1])
+def test_one_row_of_a_head_is_the_one_asked_for(place: int) -> None:
+    class Row(Encoder):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x)[:, place]
+
+    options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False}
+    every = Encoder(pool=lambda x: x)
+    some = draw_images(4, 3, 32, seed=3)
+    network = qflash.quantize_model(Row(pool=lambda x: x), [draw_images(16, 3, 32)], min_sqnr=None, **options)
+    with torch.inference_mode():
+        wanted = every(((some / 255) - 0.5) / 0.3)[:, place]
+    assert sqnr_db(wanted, network.dequantize(network(some))) > 20

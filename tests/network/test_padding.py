@@ -14,6 +14,7 @@ import torch
 
 import qflash
 from helpers import DEVICE, few
+from qflash.network.capture import UnsupportedError
 from qflash.network.graph import IntegerNetwork
 from qflash.network.modules import Attention
 from qflash.network.onnx_check import check_onnx
@@ -442,3 +443,24 @@ def test_calibration_texts_padded_on_the_left_are_refused() -> None:
     texts = {key: x.flip(1) for key, x in CALIBRATION.items()}
     with pytest.raises(ValueError, match="pad on the right"):
         qflash.quantize_model(_counting("XLMRoberta"), [texts], outputs=["last_hidden_state"], progress=False)
+
+
+class _Pooled(torch.nn.Module):
+    """Means over tokens, which the model finds by their ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = _counting("XLMRoberta")
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = self.encoder(input_ids, attention_mask=attention_mask).last_hidden_state
+        weight = input_ids.ne(FILLER)[..., None].to(hidden.dtype)
+        return (hidden * weight).sum(1) / weight.sum(1)
+
+
+def test_pooling_by_ids_is_refused() -> None:
+    """Ids say which are tokens only where places are counted: padding would be averaged, too."""
+    ids = torch.where(CALIBRATION["attention_mask"] == 1, CALIBRATION["input_ids"], FILLER)
+    for texts in (CALIBRATION | {"input_ids": ids}, CALIBRATION["input_ids"]):
+        with pytest.raises(UnsupportedError, match="of which ids are tokens"):
+            qflash.quantize_model(_Pooled().eval(), [texts], progress=False)

@@ -13,7 +13,7 @@ from ...specification.texts import place_of
 from .moves import move
 from .norms import clamp_min
 from .operations import BATCH, RefusedError, Symbol, View, counted, wide
-from .tracer import Handler, Tracer, aten, is_computed
+from .tracer import Counted, Handler, Tracer, aten, is_computed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,12 +73,12 @@ def is_id(trace: Tracer, x: Any, token: Any) -> Place:
     return Place(x.shape, token)
 
 
-def is_other(trace: Tracer, x: Any, token: Any) -> torch.Tensor:
+def is_other(trace: Tracer, x: Any, token: Any) -> Counted:
     """Whether ids are not the one that fills texts up: true of all tokens, of which alone a network counts places."""
-    if not is_ids(x) or type(token) is not int or trace.filler not in (None, token):
+    if not is_ids(x) or type(token) is not int or token < 0 or trace.filler not in (None, token):
         _refuse_call(trace)
     trace.filler = token
-    return torch.ones(x.shape, dtype=torch.bool, device="cpu" if trace.visible is None else trace.visible.device)
+    return Counted(x.shape, torch.ones(x.shape, dtype=torch.bool, device=trace.node.meta["val"].device))
 
 
 def argmax(trace: Tracer, x: Any, dim: int | None = None, keepdim: bool = False) -> Place:

@@ -73,6 +73,22 @@ class Sigmoid(Step):
         return float(slopes[0]) if len(slopes) == 1 and slopes[0] > 0 else None
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Counted(Symbol):
+    """Which ids are tokens, and places counted of them: known while texts are filled up behind their tokens.
+
+    Padding's own numbers are not known, and nobody looks at them where they end in an embedding of places.
+
+    Attributes:
+        shape: of the tensor.
+        values: in texts that have tokens alone.
+    """
+
+    takers = frozenset((aten.cumsum, aten.add, aten.add_, aten.mul, aten.mul_, aten.multiply, aten.embedding))
+    shape: tuple[int, ...]
+    values: torch.Tensor
+
+
 class Tracer(fx.Interpreter):
     """Interprets a traced graph with symbolic tensors.
 
@@ -144,7 +160,10 @@ class Tracer(fx.Interpreter):
             return args[0][args[1]]
         if packet in _SAME:
             return args[0]
-        self.refuse_steps(*torch.utils._pytree.tree_leaves((args, kwargs)), but_for=packet)
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        if any(isinstance(x, Counted) for x in leaves):
+            return self._count(target, packet, args, kwargs)
+        self.refuse_steps(*leaves, but_for=packet)
         if isinstance(args[0], Symbol) and args[0].takers is not None and packet not in args[0].takers:
             raise self.refusal(f"{packet} of the place of a token")
         if packet in _OF_SHAPE:
@@ -158,7 +177,22 @@ class Tracer(fx.Interpreter):
         except RefusedError as refused:
             raise self.refusal(str(refused)) from None
 
+    def _count(self, target: Any, packet: Any, args: Any, kwargs: Any) -> Any:
+        """Compute what only counts places, or what is looked up by these, a constant.
+
+        A table of equal numbers, as of types of tokens, gives the same wherever it is looked up.
+        """
+        given = torch.utils._pytree.tree_map_only(Counted, lambda x: x.values, (args, kwargs))
+        others = torch.utils._pytree.tree_leaves(given)
+        equal = packet is aten.gather and isinstance(args[0], torch.Tensor) and bool((args[0] == args[0].flatten()[0]).all())
+        if not (equal or packet in Counted.takers) or any(isinstance(x, Symbol) for x in others):
+            raise self.refusal(f"{packet} of which ids are tokens (read that from an attention_mask: ids only count places)")
+        made = super().call_function(target, *given)
+        return made if equal or packet is aten.embedding else Counted(tuple(made.shape), made)
+
     def output(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if any(isinstance(x, Counted) for x in args[0]):
+            raise self.refusal("an output that says which ids are tokens")
         self.refuse_steps(*args[0])
         return super().output(target, args, kwargs)
 

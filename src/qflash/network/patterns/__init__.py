@@ -54,7 +54,7 @@ class Lowering(Builder):
         shapes = network.shapes()
         for output in self.captured.outputs:
             if len(output.view.shape) == 2 < len(shapes[ends[output.name]]) and output.arrangement is None:
-                ends[output.name] = drop_tokens(self, output, ends[output.name])
+                ends[output.name] = drop_tokens(self, output, ends[output.name], shapes[ends[output.name]][1])
         if ends != network.outputs:
             network = IntegerNetwork(self.nodes, self.modules, self.image, self.recipe, ends)
         return network

@@ -138,9 +138,13 @@ def lower_output(net: Builder, output: Output) -> str:
     return _arranged(net, output, made, node)
 
 
-def drop_tokens(net: Builder, output: Output, node: str) -> str:
-    """Return a node that makes (batch, channels) of one token of an image: a layer behind a pooling by attention."""
-    return _arranged(net, output, Tokens(0, 1, joined=output.view.shape[1:]), node)
+def drop_tokens(net: Builder, output: Output, node: str, tokens: int) -> str:
+    """Return a node that makes (batch, channels) of one token of an image: a layer behind a pooling by attention, say."""
+    source = output.view.source
+    if tokens not in (1, source.rows // BATCH):
+        raise refusal(source, f"the output takes one of {tokens} tokens")
+    first = 0 if tokens == 1 else int(rows_of(output.view, source).table[0, 0])
+    return _arranged(net, output, Tokens(first, 1, joined=output.view.shape[1:]), node)
 
 
 def _arranged(net: Builder, output: Output, made: Tokens, node: str) -> str:

@@ -9,6 +9,7 @@ import math
 import os
 import time
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,9 @@ class Images:
 
             try:
                 self._pixels = np.load(path, mmap_mode="r", allow_pickle=False)
-            except (ValueError, EOFError) as error:
+                if not isinstance(self._pixels, np.ndarray):
+                    raise ValueError("it holds several arrays")
+            except (ValueError, EOFError, zipfile.BadZipFile) as error:
                 raise ValueError(f"{path} is no array that numpy.save wrote") from error
             shape, channels = self._pixels.shape, transform.size[0]
             if self._pixels.dtype != np.uint8 or len(shape) != 4 or channels not in (shape[1], shape[3]):

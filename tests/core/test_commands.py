@@ -379,9 +379,13 @@ def test_the_file_of_an_image_that_is_not_taken_is_named(
 
 
 def test_files_that_hold_something_else_are_named(converted: tuple[Path, Any], images: Path, tmp_path: Path) -> None:
+    with open(tmp_path / "several.npy", "wb") as several:
+        np.savez(several, a=np.zeros(3))
+    (tmp_path / "zip.npy").write_bytes(b"PK\x03\x04")
     (tmp_path / "x.npy").write_bytes(b"no array")
-    with pytest.raises(ValueError, match=r"x\.npy is no array that numpy\.save wrote"):
-        Images(tmp_path / "x.npy", qflash.image_transform(PLAIN))
+    for name in ("x", "zip", "several"):
+        with pytest.raises(ValueError, match=rf"{name}\.npy is no array that numpy\.save wrote"):
+            Images(tmp_path / f"{name}.npy", qflash.image_transform(PLAIN))
     photo = next(images.rglob("*.png"))
     (tmp_path / "list.json").write_text("[")
     for file in (photo, tmp_path / "list.json"):

@@ -300,8 +300,8 @@ class IntegerNetwork(IntegerModule):
             return None
         layer, after = parts[name], self.nodes[index + 1].name
         fits = type(layer) is Linear and layer.dtype == torch.int16 and layer.scatter is None and len(inputs) == 1
-        hooked = is_hooked(layer) or is_hooked(parts[after])
-        return after if fits and isinstance(parts[after], Gated) and not hooked else None
+        fits = fits and isinstance(parts[after], Gated)
+        return after if fits and not is_hooked(layer) and not is_hooked(parts[after]) else None
 
     def run(self, images: torch.Tensor, seen: Callable[[str, torch.Tensor], None] | None = None) -> dict[str, torch.Tensor]:
         """Return the outputs by name, of images as :meth:`forward` takes them.

@@ -56,6 +56,13 @@ def _has_places(part: IntegerModule) -> bool:
     return isinstance(part, (Mean, Rotary, Tokens)) or any(x is not None for x in tables)
 
 
+def _weights_stay() -> AbstractContextManager[None]:
+    """Make a context for a forward pass, which writes no weights. Kernels are imported when they are used."""
+    from ..kernels.settled import weights_stay
+
+    return weights_stay()
+
+
 def _users_code() -> AbstractContextManager[None]:
     """Make a context for a module that runs code of a user, which may write the weights of others."""
     from ..kernels.settled import weights_may_change
@@ -313,12 +320,9 @@ class IntegerNetwork(IntegerModule):
         """
         parts = self.parts_for(images)
         # a user's function may do anything, and a compiler sees operators, no launches
-        if seen is None and not torch.compiler.is_compiling() and not has_global_hooks():
-            from ..kernels.settled import weights_stay
-
-            with weights_stay():
-                return self._run(images, parts, None)
-        return self._run(images, parts, seen)
+        promised = seen is None and not torch.compiler.is_compiling() and not has_global_hooks()
+        with _weights_stay() if promised else nullcontext():
+            return self._run(images, parts, seen)
 
     def _run(
         self, images: torch.Tensor, parts: dict[str, IntegerModule], seen: Callable[[str, torch.Tensor], None] | None

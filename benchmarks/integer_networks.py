@@ -45,8 +45,6 @@ from qflash_lab.evaluation.statistics import paired, wilson_interval
 
 RESULTS = declared.RESULTS / "integer_networks.json"
 SPEED = RESULTS.with_name("networks_h200.json")
-BY_TURNS = RESULTS.with_name("models_energy_h200.json")
-"""Energy of methods in alternation, several readings each."""
 PEERS = RESULTS.with_name("models_integer_h200.json")
 PROCESSOR = RESULTS.with_name("models_integer_cpu.json")
 OPENVINO = declared.RESULTS / "openvino_cpu.json"
@@ -223,7 +221,8 @@ def measure(
 NAMES = {
     "vit_base_patch32_clip_quickgelu_224": "CLIP-B/32", "vit_large_patch14_clip_quickgelu_224": "CLIP-L/14",
     "vit_base_patch16_224": "ViT-B", "vit_small_patch14_dinov2": "DINOv2-S, 518 px",
-    "vit_base_patch14_dinov2": "DINOv2-B, 518 px", "vit_base_patch14_reg4_dinov2": "DINOv2-B, registers, 518 px",
+    "vit_base_patch14_dinov2": "DINOv2-B, 518 px", "vit_large_patch14_dinov2": "DINOv2-L, 518 px",
+    "vit_base_patch14_reg4_dinov2": "DINOv2-B, registers, 518 px",
     "vit_base_patch16_dinov3": "DINOv3-B, 256 px", "vit_base_patch16_siglip_224": "SigLIP-B",
     "vit_so400m_patch16_siglip_256": "SigLIP 2 so400m, 256 px", "swin_tiny_patch4_window7_224": "Swin-T",
     "swinv2_tiny_window8_256": "Swin V2-T, 256 px", "deit_base_patch16_224": "DeiT-B", "deit_small_patch16_224": "DeiT-S",
@@ -236,13 +235,6 @@ NAMES = {
 def shown(model: str) -> str:
     """Return what tables call a model."""
     return NAMES.get(model, model)
-
-
-@functools.cache
-def commits() -> dict[tuple[str, int], str]:
-    """Return the commit of each model and batch of :data:`SPEED`."""
-    found = declared.record(SPEED.stem)["environments"]
-    return {(each["model"], each["batch"]): each["commit"] for each in found}
 
 
 def top1(row: col.Row) -> str:
@@ -278,9 +270,11 @@ MODEL_AND_BATCH = (
 SPEED_OF = {method: Of(method, col.IMAGES_PER_S) for method in (col.COMPILE, col.INTEGER)}
 
 
-def spread(method: str) -> Callable[[Group], str]:
-    """Return what shows the least and the greatest reading of a method's energy."""
-    return lambda group: f"{group[method][col.MJ_MIN]:.2f} to {group[method][col.MJ_MAX]:.2f}"
+def joules(method: str) -> Callable[[Group], str]:
+    """Return what shows a method's energy: the median of its readings, and the least and the greatest."""
+    return lambda group: "{:.1f} ({:.1f} to {:.1f})".format(
+        *(group[method][column] for column in (col.MJ_PER_IMAGE, col.MJ_MIN, col.MJ_MAX))
+    )
 
 
 JOULES = Quotient(Of(col.INTEGER, col.MJ_PER_IMAGE), Of(col.COMPILE, col.MJ_PER_IMAGE))
@@ -305,22 +299,7 @@ TABLES = {
             *MODEL_AND_BATCH, Column("compiled", SPEED_OF[col.COMPILE], blank(".0f")),
             Column("integer", SPEED_OF[col.INTEGER], blank(".0f")),
             Column("integer ÷ compiled", Quotient(SPEED_OF[col.INTEGER], SPEED_OF[col.COMPILE]), ".2f"),
-            Column("energy ÷ compiled", JOULES, blank(".2f")),
-            names("Commit", lambda group: commits()[one(col.MODEL)(group), one(col.BATCH)(group)]),
-        ),
-    ),
-    "integer:energy": Table(
-        lambda: models(BY_TURNS),
-        (
-            *MODEL_AND_BATCH,
-            *(
-                column
-                for method, title in ((col.COMPILE, "compiled"), (col.INTEGER, "integer"))
-                for column in (
-                    Column(f"{title}, mJ an image", Of(method, col.MJ_PER_IMAGE), ".2f"),
-                    Column("least to most", spread(method), str), Column("W", Of(method, col.WATTS), ".0f"),
-                )
-            ),
+            names("compiled, mJ an image", joules(col.COMPILE)), names("integer, mJ an image", joules(col.INTEGER)),
             Column("integer ÷ compiled", JOULES, ".2f"),
             Column("above idle", Quotient(Of(col.INTEGER, col.MJ_ABOVE_IDLE), Of(col.COMPILE, col.MJ_ABOVE_IDLE)), ".2f"),
         ),

@@ -52,22 +52,20 @@ def races() -> list[Row]:
     return [line("races_cpu", f"levels[{name!r}]", level, name=name) for name, level in record("races_cpu")["levels"].items()]
 
 
-TOOLS = {
-    "memcheck": "sanitize_gpu", "racecheck": "sanitize_gpu", "initcheck": "sanitize_gpu_initcheck",
-    "synccheck": "sanitize_gpu_barriers",
-}  # fmt: skip
-"""Tools of compute-sanitizer, and the record of the last run of each."""
+TOOLS = "memcheck", "racecheck", "initcheck", "synccheck"
+"""Of compute-sanitizer."""
 
 
 def gpu_runs() -> list[Row]:
     """Return the runs of the GPU kernels."""
-    plain = record("sanitize_gpu")["plain"]
+    found_by = record("sanitize_gpu")
+    plain = found_by["plain"]
     name = f"plain, with zones around {plain['allocations_with_zones']} allocations"
     found = [line("sanitize_gpu", "plain", plain, name=name, errors=len(plain["faults"]), planted="")]
-    for tool, file in TOOLS.items():
-        entry = record(file)["tools"][tool]
+    for tool in TOOLS:
+        entry = found_by["tools"][tool]
         planted = "found" if entry["planted"]["found"] else "not found"
-        found.append(line(file, f"tools[{tool!r}]", entry, name=tool, planted=planted))
+        found.append(line("sanitize_gpu", f"tools[{tool!r}]", entry, name=tool, planted=planted))
     return found
 
 

@@ -102,6 +102,8 @@ TAKEN: dict[str, dict[str, Any]] = {
     "pieces joined": {"tokens": lambda x: torch.concat(x.flatten(2).mT.tensor_split(2, 1), 1)},
     "the shape of another": {"tokens": lambda x: x.flatten(2).mT.reshape_as(x.flatten(2).mT)},
     "einsum that permutes": {"tokens": lambda x: torch.einsum("bchw->bhwc", x).flatten(1, 2)},
+    "a mean by einsum": {"pool": lambda x: torch.einsum("btc,bt->bc", x, x.new_full(x.shape[:2], 1 / 16))},
+    "one token by einsum": {"pool": lambda x: torch.einsum("bqt,btc->bqc", x.new_ones(x.shape[0], 1, 1), x[:, :1])[:, 0]},
     "a sum of tokens": {"pool": lambda x: x.sum(1) / 16},
     "dropout of whole channels": {"tokens": lambda x: F.dropout2d(x, 0.1, False).flatten(2).mT},
 }  # fmt: skip
@@ -160,7 +162,8 @@ def test_a_linear_layer_by_a_convolution_in_one_dimension() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["einsum of attention", "gelu by tanh, factored", "gelu by erf", "relu by clamp", "pieces joined"]
+    "name",
+    ["einsum of attention", "gelu by tanh, factored", "gelu by erf", "relu by clamp", "pieces joined", "a mean by einsum"],
 )
 def test_what_is_spelt_otherwise_becomes_integers(name: str) -> None:
     options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False}

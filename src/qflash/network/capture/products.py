@@ -92,13 +92,14 @@ def _token_order(view: View) -> torch.Tensor | None:
     return None if torch.equal(order, counted(width)) else order
 
 
-def means_of_tokens(trace: Tracer, weights: torch.Tensor, x: View) -> View | None:
+def means_of_tokens(trace: Tracer, weights: torch.Tensor, x: View, seen: fx.Node) -> View | None:
     """Return means of as many tokens each that a constant matrix gives: a linear layer on those tokens side by side.
 
     Args:
         trace: the tracer, at their product.
         weights: (images or 1, means, tokens).
         x: (images, tokens, channels).
+        seen: the node of the traced graph whose value that is.
 
     Returns:
         (images, means, channels), or None where the matrix is something else.
@@ -108,16 +109,17 @@ def means_of_tokens(trace: Tracer, weights: torch.Tensor, x: View) -> View | Non
     numbers, channels = wide(weights[0]), x.shape[-1]
     used = numbers != 0
     count = int(used[0].sum())
-    if count < 2 or not bool((used.sum(dim=1) == count).all()) or not torch.allclose(numbers[used], wide(1 / count)):
+    if not count or not bool((used.sum(dim=1) == count).all()) or not torch.allclose(numbers[used], wide(1 / count)):
         return None
     tokens = used.nonzero()[:, 1].view(-1, count)
 
     def together(y: torch.Tensor) -> torch.Tensor:
         return y[:, tokens.to(y.device)].flatten(2)
 
+    if count == 1:
+        return x.moved(together)
     mean = torch.eye(channels, dtype=torch.float64, device="cpu").repeat(1, count) / count
-    seen = call_behind(trace.seen(1)[0], "together", together)
-    return add_layer(trace, x.moved(together), [seen], Affine(Matrix.of(mean)))
+    return add_layer(trace, x.moved(together), [call_behind(seen, "together", together)], Affine(Matrix.of(mean)))
 
 
 def with_bias(trace: Tracer, x: View, bias: torch.Tensor) -> View | None:

@@ -204,21 +204,23 @@ def test_a_mean_of_the_stream_with_channels_first() -> None:
 
 
 class Apart(nn.Module):
-    """A linear layer as a product with a matrix, and a sum."""
+    """A linear layer as a product with a matrix, and a sum with a bias of so many dimensions."""
 
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, layer: nn.Linear, dimensions: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(layer.weight.detach().T.contiguous()), layer.bias
+        bias = layer.bias.detach().view(*[1] * (dimensions - 1), -1)
+        self.weight, self.bias = nn.Parameter(layer.weight.detach().T.contiguous()), nn.Parameter(bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.weight + self.bias
 
 
-def test_biases_that_are_added_behind_become_the_layers() -> None:
+@pytest.mark.parametrize("dimensions", few([1, 2, 3], 2))
+def test_biases_that_are_added_behind_become_the_layers(dimensions: int) -> None:
     """Also before attention and an activation, which take no constant."""
     model, same = Encoder(), Encoder()
     for name in ("qkv", "proj", "fc1", "fc2"):
-        setattr(model.block, name, Apart(getattr(model.block, name)))
+        setattr(model.block, name, Apart(getattr(model.block, name), dimensions))
     options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False}
     found, wanted = (qflash.quantize_model(x, [draw_images(16, 3, 32)], **options) for x in (model, same))
     some = draw_images(2, 3, 32, seed=3)

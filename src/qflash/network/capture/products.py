@@ -124,11 +124,14 @@ def means_of_tokens(trace: Tracer, weights: torch.Tensor, x: View, seen: fx.Node
 
 def with_bias(trace: Tracer, x: View, bias: torch.Tensor) -> View | None:
     """Return a linear layer without a bias that has one added behind it, or None where it is something else."""
-    if x.source.bias is not None or bias.dim() != 1 or len(bias) != x.shape[-1] or x.factor is not None or x.term is not None:
+    if x.source.bias is not None or x.factor is not None or x.term is not None:
+        return None
+    # (channels,), or with ones ahead
+    if not 0 < bias.dim() <= len(x.shape) or not bias.numel() == bias.shape[-1] == x.shape[-1]:
         return None
     if (product := product_of(x)) is None or product.view.source.kind == "images":
         return None
-    layer = product.layer.then(None, wide(bias))
+    layer = product.layer.then(None, wide(bias.flatten()))
     return trace.made("linear", (product.view,), product.seen, x.shape, matrix=layer.matrix, bias=layer.bias)
 
 

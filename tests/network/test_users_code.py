@@ -143,6 +143,23 @@ class Cached(Noisy):
         return {"last_hidden_state": self.body(x), "cache": object()}
 
 
+class CachedLogits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = make("timm: class token")
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"cache": object(), "logits": self.body(x)}
+
+
+def test_a_list_of_names_leaves_out_what_is_no_tensor() -> None:
+    model, some = CachedLogits().eval(), images(2)
+    network = qflash.quantize_model(model, [images(16)], outputs=["logits"], **OPTIONS)
+    assert torch.equal(network(some), qflash.quantize_model(model.body, [images(16)], **OPTIONS)(some))
+    with pytest.raises(UnsupportedError, match=r"known type; outputs=\['logit'\] must name tensors that the model returns$"):
+        qflash.quantize_model(model, [images(4)], outputs=["logit"], **OPTIONS)
+
+
 class ImagesAndTexts(Noisy):
     def forward(self, input_ids: torch.Tensor, pixel_values: torch.Tensor) -> Any:
         return self.body(pixel_values) + input_ids

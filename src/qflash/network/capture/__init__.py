@@ -53,14 +53,19 @@ def capture(
         UnsupportedError: an operation has no integer form.
         TypeError, ValueError: ``outputs`` are no such, or an output is unknown.
     """
-    selected = select_outputs(model, outputs, padded)
+    select = functools.partial(select_outputs, outputs=outputs, padded=padded)
+    selected = select(model)
     wanted, outputs = outputs, None if callable(outputs) else outputs
     with torch.no_grad():
         try:
-            with tracing_alone():
-                program = torch.export.export(
-                    copy_of(selected), (images,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},), strict=False
-                )
+            try:
+                program = _traced(selected, images)
+            except Exception as error:
+                if outputs is None or isinstance(selected, Selected) or not _returns_more(error):
+                    raise
+                select = functools.partial(select, alone=True)
+                selected = select(model)
+                program = _traced(selected, images)
         except Exception as error:
             # what follows is of torch.export's own settings
             reason = traceback.format_exception_only(error)[-1].strip().partition("\n")[0][:400]
@@ -120,10 +125,21 @@ def capture(
         module,
         used_operations(tracer.operations, found),
         [output_of(name, x, nodes[name], list(nodes).index(name)) for name, x in zip(names, found, strict=True)],
-        functools.partial(select_outputs, outputs=wanted, padded=padded),
+        select,
         _places(tracer, images.shape[1]) if padded else {},
         tracer.filler,
     )
+
+
+def _traced(model: nn.Module, images: torch.Tensor) -> torch.export.ExportedProgram:
+    batch = {0: torch.export.Dim.DYNAMIC}
+    with tracing_alone():
+        return torch.export.export(copy_of(model), (images,), dynamic_shapes=(batch,), strict=False)
+
+
+def _returns_more(error: Exception) -> bool:
+    """Tell whether an error of ``torch.export`` is about what a model returns besides tensors, as a cache."""
+    return "in output, which is not a known type" in str(error)
 
 
 def _help(error: Exception, model: nn.Module, outputs: Any) -> str:
@@ -135,8 +151,9 @@ def _help(error: Exception, model: nn.Module, outputs: Any) -> str:
     # by name, since its module loads sympy
     if type(error).__name__ == "GuardOnDataDependentSymNode":
         return "; the model, or a hook, looks at a tensor's values: float(x), x.item(), if x > 0"
-    if outputs is None and "in output, which is not a known type" in str(error):
-        return "; outputs=['last_hidden_state'], or another list of names, leaves it out"
+    if _returns_more(error):
+        leaves = "outputs=['last_hidden_state'], or another list of names, leaves it out"
+        return f"; {leaves if outputs is None else f'outputs={list(outputs)} must name tensors that the model returns'}"
     if outputs is None and {"input_ids", "pixel_values"} <= parameters_of(model.forward).keys():
         if not hasattr(model, "get_image_features"):
             return "; it takes images and texts at once, and a network takes one of them"

@@ -192,6 +192,21 @@ def test_outputs_that_need_no_image_are_no_advice() -> None:
         qflash.quantize_model(Both().eval(), [images(4)], **OPTIONS)
 
 
+def test_what_is_written_to_a_tensor_may_be_in_any_output() -> None:
+    class Cleared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = make("timm: class token")
+
+        def forward(self, x: torch.Tensor) -> Any:
+            out = self.body(x)
+            out[:, 0] = out[:, 1]
+            return out, self.body(x)
+
+    with pytest.raises(UnsupportedError, match=r"aten\.copy_ in the model .* has no integer form$"):
+        qflash.quantize_model(Cleared().eval(), [images(4)], **OPTIONS)
+
+
 class Photos(torch.utils.data.Dataset):  # type: ignore[type-arg]
     def __getitem__(self, number: int) -> torch.Tensor:
         return images(1)[0]

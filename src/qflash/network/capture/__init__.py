@@ -175,13 +175,15 @@ def _behind(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _without(nodes: Sequence[fx.Node], last: fx.Node, names: Sequence[str]) -> str:
-    """Say which outputs do not need nodes that have no integer form.
+    """Say which outputs do not need nodes that have no integer form; nothing where one writes to a tensor that others read.
 
     Args:
         nodes: of the traced graph.
         last: that returns the outputs.
         names: of the outputs, in their order.
     """
+    if any(getattr(getattr(n.target, "_schema", None), "is_mutable", False) for n in nodes):
+        return ""
     needing = _behind(nodes)
     # a size is no image
     images = next(n for n in last.graph.nodes if n.op == "placeholder")

@@ -137,6 +137,16 @@ def test_kernels_have_the_same_bits(name: str, request: pytest.FixtureRequest) -
     assert all(torch.equal(found[key].cpu(), x) for key, x in want.items())
 
 
+def test_rotated_streams_are_compared_where_there_are_tokens() -> None:
+    """OPT gives all padding one position, which the network does not know."""
+    config = transformers.OPTConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, ffn_dim=64, word_embed_proj_dim=32,
+        max_position_embeddings=20, use_cache=False,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedError, match="images are not treated alike"):
+        qflash.quantize_model(draw_weights(transformers.OPTModel(config)), [CALIBRATION], progress=False)
+
+
 @pytest.mark.slow
 def test_ranges_do_not_see_padding() -> None:
     """Positions that no calibration text has may hold any number."""

@@ -26,7 +26,7 @@ from ...torch_internals import tracing_alone
 from ..outputs import OutputsOf, Selected, bare, copy_of, names_of, parameters_of, select_outputs
 from . import attention, einsum, elements, moves, norms, products, texts
 from .captured import Captured, output_of
-from .operations import BATCH, UnsupportedError, View
+from .operations import BATCH, UnsupportedError, View, place_of_rows
 from .tracer import ARGUMENTS, Handler, Tracer, is_computed
 from .unread import used_operations
 
@@ -197,12 +197,12 @@ def _places(tracer: Tracer, tokens: int) -> dict[fx.Node, torch.Tensor]:
     """Return :attr:`Captured.tokens` of what was interpreted, of texts of so many tokens."""
     found: dict[fx.Node, torch.Tensor] = {}
     for node, x in tracer.env.items():
-        if not isinstance(x, View) or x.source.rows != BATCH * tokens:
+        if not isinstance(x, View) or (place := place_of_rows(x.source, tokens)) is None:
             continue
         rows = x.places().reshape(-1, x.shape[-1])
         row = rows[:, 0].div(x.source.channels, rounding_mode="floor")
         if bool((row >= 0).all()) and torch.equal(rows[:, -1] // x.source.channels, row):
-            found[node] = row[row < tokens]
+            found[node] = place[row[row < x.source.rows // BATCH]]
     return found
 
 

@@ -257,3 +257,20 @@ class Product:
 def whole(operation: Operation) -> View:
     """Return an operation's output as (batch, rows of an image, channels)."""
     return View(operation, (BATCH, operation.rows // BATCH, operation.channels))
+
+
+def place_of_rows(operation: Operation, tokens: int) -> torch.Tensor | None:
+    """Return of which place of a text each row of an operation is, int64 (rows,), or None where that is not known.
+
+    A normalisation of queries has a row for each head of a token.
+    """
+    if operation.rows == BATCH * tokens:
+        return counted(tokens).repeat(BATCH)
+    if operation.kind != "norm":
+        return None
+    view = operation.inputs[0]
+    places, below = view.places().reshape(operation.rows, -1), place_of_rows(view.source, tokens)
+    if below is None or int(places.min()) < 0:
+        return None
+    found = below[places // view.source.channels]
+    return found[:, 0] if bool((found == found[:, :1]).all()) else None

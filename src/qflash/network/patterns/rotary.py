@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from ..capture.operations import BATCH, PLACES, Operation, UnsupportedError, View, call_behind, counted
+from ..capture.operations import BATCH, PLACES, Operation, UnsupportedError, View, call_behind, counted, place_of_rows
 
 _ALIKE = 1e-5
 """How far cosines and sines of a pair may lie apart, and beyond 1: they were computed in float32, or narrower."""
@@ -93,7 +93,8 @@ def positions_of(view: View, user: Operation, like: Positions | None = None) -> 
     plain = dataclasses.replace(plain, factor=None)
     seen = call_behind(operation.node, "rotated", rotated)
     # of texts each row is of the token that its first head is of
-    seen.meta[PLACES] = place[0, 0, :, 0] // channels
+    rows, below = place[0, 0, :, 0] // channels, place_of_rows(plain.source, view.shape[2])
+    seen.meta[PLACES] = rows if below is None else below[rows]
     return Positions(order, cos, sin, seen), plain
 
 

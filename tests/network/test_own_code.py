@@ -227,6 +227,29 @@ def test_biases_that_are_added_behind_become_the_layers(dimensions: int) -> None
     assert torch.equal(found(some), wanted(some))
 
 
+ROWS_OF_MEANS: dict[str, Map] = {
+    "to length one": lambda x: F.normalize(x, dim=-1),
+    "to length one, spelt out": lambda x: x / x.norm(dim=-1, keepdim=True),
+    "layer normalisation": lambda x: F.layer_norm(x, x.shape[-1:]),
+}
+
+
+@pytest.mark.parametrize("name", few(ROWS_OF_MEANS, 1))
+def test_what_a_head_makes_of_a_mean_is_normalised(name: str) -> None:
+    """A stream of 12 channels is rotated, one of 10 is not."""
+
+    class Normalised(Encoder):
+        def forward(self, x: torch.Tensor) -> Any:
+            return ROWS_OF_MEANS[name](super().forward(x))
+
+    options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False}
+    for channels in (10, 12):
+        model = Normalised()
+        model.head = nn.Linear(48, channels)
+        network = qflash.quantize_model(model.eval(), [draw_images(24, 3, 32)], **options)
+        assert network.quality is not None and network.quality.sqnr_db > 25
+
+
 def test_a_part_of_a_layer_is_told_the_whole() -> None:
     class Ends(Encoder):
         def forward(self, x: torch.Tensor) -> Any:

@@ -31,7 +31,7 @@ def lower_select(net: Builder, operation: Operation) -> None:
     if not rows.is_whole or stream.is_flat:
         raise refusal(operation, "it takes some tokens of the residual stream")
     name = net.add(_below(operation, "select"), SelectToken(operation.token), stream.node, IMAGES)
-    net.begin(operation, name, stream.group, is_flat=True)
+    net.begin(operation, name, stream.group)
 
 
 def _below(operation: Operation, name: str) -> str:
@@ -66,7 +66,7 @@ def lower_mean(net: Builder, operation: Operation) -> None:
         net.watch(seen)
     else:
         group = net.group()
-        net.begin(operation, name, group, is_flat=True)
+        net.begin(operation, name, group)
 
     @net.fills
     def fill(ranges: Ranges) -> None:

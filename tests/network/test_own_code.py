@@ -227,6 +227,44 @@ def test_biases_that_are_added_behind_become_the_layers(dimensions: int) -> None
     assert torch.equal(found(some), wanted(some))
 
 
+CONSTANTS: dict[str, Map] = {
+    "a factor": lambda x: (7 * x).mean(1), "a negative one": lambda x: (x / -3).mean(1),
+    "a term": lambda x: (x + torch.linspace(-30, 30, 48)).mean(1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+@pytest.mark.parametrize("name", few(CONSTANTS, 2))
+def test_ranges_of_means_hold_what_stands_behind_a_normalisation(name: str, has_head: bool) -> None:
+    model = Encoder(pool=CONSTANTS[name])
+    if not has_head:
+        model.head = nn.Identity()  # type: ignore[assignment]
+    options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False}
+    network, images = qflash.quantize_model(model, [draw_images(24, 3, 32)], **options), draw_images(8, 3, 32, seed=3)
+    with torch.inference_mode():
+        want, got = model((images / 255 - 0.5) / 0.3), network.dequantize(network(images))
+    # what is the same for all images says nothing
+    assert sqnr_db(want - want.mean(0), got - want.mean(0)) > 18
+
+
+BEHIND_MEANS: dict[str, tuple[Map, bool, str]] = {
+    "a factor": (lambda x: 1.1 * x.mean(1), False, "constants are added to it or multiplied with it$"),
+    "another order": (lambda x: x.mean(1).flip(1), False, "the output is a part of it"),
+    "a factor before a head": (lambda x: x.sum(1), True, "multiplied with, what mean of the model computes before it$"),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND_MEANS)
+def test_constants_behind_a_mean_are_no_output(name: str) -> None:
+    pool, has_head, message = BEHIND_MEANS[name]
+    model = Encoder(pool=pool)
+    if not has_head:
+        model.head = nn.Identity()  # type: ignore[assignment]
+    options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False}
+    with pytest.raises(UnsupportedError, match=message):
+        qflash.quantize_model(model, [draw_images(16, 3, 32)], **options)
+
+
 ROWS_OF_MEANS: dict[str, Map] = {
     "to length one": lambda x: F.normalize(x, dim=-1),
     "to length one, spelt out": lambda x: x / x.norm(dim=-1, keepdim=True),

@@ -94,7 +94,7 @@ def _mean_of_norm(
         raise refusal(operation, net.stands_before(operation))
     source = rows.source
     every = dataclasses.replace(rows, table=counted(source.rows // BATCH)[:, None])
-    norm = add_norm(net, every, operation, "int16")
+    norm, term = add_norm(net, every, operation, "int16"), rows.term_of_all(operation, "what is added to tokens differs")
     dtype = "int8"
     if matrix is None:
         dtype = "int32" if seen is None else "int16"
@@ -106,8 +106,9 @@ def _mean_of_norm(
     def fill(ranges: Ranges) -> None:
         inputs = None if seen is None else ranges[seen]
         weight = None if matrix is None else matrix.make()
+        made = ranges[source.node].with_constants(rows.factor, term)
         grid, scale, net.grids[norm.node] = cv.fill_norm_mean(
-            norm.module, module, norm.twin, ranges[source.node], inputs, norm.group.unit, weight
+            norm.module, module, norm.twin, made, inputs, norm.group.unit, weight
         )
         if grid is None:
             net.scales[node] = scale
@@ -161,6 +162,9 @@ def _made(net: Builder, output: Output) -> str:
     if source.kind in ("linear", "add") and source not in net.streams:
         return _head(net, output)
     if source.kind == "mean" and source in net.values:
+        rows = rows_of(output.view, source)
+        if not (rows.is_whole and rows.is_plain):
+            raise refusal(source, "the output is a part of it, or constants are added to it or multiplied with it")
         return net.values[source]
     if source.kind == "unrotate":
         return _unrotate(net, source)

@@ -183,6 +183,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "scores in another order": (
         {"attend": lambda q, k, v: torch.einsum("bhid,bhjd->bijh", q, k).softmax(2).permute(0, 3, 1, 2) @ v}, "bijh of scores",
     ),
+    "heads that mix": (
+        {"attend": lambda q, k, v: torch.einsum("bhij,hg->bgij", q @ k.mT, torch.ones(3, 3)).softmax(-1) @ v},
+        "^einsum bhij,hg->bgij of scores",
+    ),
+    "a layer of squares": ({"activation": lambda x: F.relu(x) ** 2}, "^linear layer of squares in block.fc2"),
     "where scores are not": ({"pool": lambda x: torch.where(SEEN[:, :1], x, 0.0).mean(1)}, "masked_fill in the model"),
 }  # fmt: skip
 

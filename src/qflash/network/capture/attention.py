@@ -32,6 +32,7 @@ class Scores(Symbol):
         head_scale: float64 (heads,), which the product is multiplied by, too, or None.
     """
 
+    called = "scores of attention"
     query: View
     key: View
     shape: tuple[int, ...]

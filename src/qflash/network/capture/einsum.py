@@ -71,6 +71,8 @@ def einsum(trace: Tracer, equation: str, tensors: Sequence[Any], **more: Any) ->
     other = [of_y.index(letter) for letter in (*batch, *summed, *right)]
     made: Any
     if is_layer:
+        if not isinstance(x, View):
+            raise RefusedError(f"einsum {equation} of scores")
         arranged = _arranged(order, len(left))
         weights = y.permute(*other).reshape(math.prod(sizes[letter] for letter in summed), -1)
         in_order = order == sorted(order) and len(summed) == 1

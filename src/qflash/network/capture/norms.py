@@ -27,6 +27,7 @@ class Squares(Symbol):
         shape: of the tensor.
     """
 
+    called = "squares"
     view: View
     seen: fx.Node
     shape: tuple[int, ...]
@@ -42,6 +43,7 @@ class RowSize(Symbol):
         scale, epsilon, exponent: see there.
     """
 
+    called = "norms of rows"
     squares: Squares
     shape: tuple[int, ...]
     scale: float = 1.0

@@ -137,10 +137,12 @@ class Symbol:
     Attributes:
         shape: of the tensor.
         takers: operations of ATen that may take it, or None where they say so themselves.
+        called: what it is, for a refusal.
     """
 
     shape: tuple[int, ...]
     takers: ClassVar[frozenset[Any] | None] = None
+    called: ClassVar[str] = "a step on the way to an operation"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -136,8 +136,10 @@ def with_bias(trace: Tracer, x: View, bias: torch.Tensor) -> View | None:
 
 
 def linear(trace: Tracer, x: Any, weight: Any, bias: Any = None) -> View:
-    if not isinstance(x, View) or is_computed((weight, bias)):
+    if is_computed((weight, bias)):
         raise RefusedError("linear layer with computed weights")
+    if not isinstance(x, View):
+        raise RefusedError(f"linear layer of {x.called}")
     return add_layer(trace, x, trace.seen(0), Affine(Matrix.of(weight), None if bias is None else wide(bias)))
 
 

@@ -76,6 +76,10 @@ def einsum_dots(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tens
     return torch.einsum("...ij,...jd->...id", torch.einsum("...id,...jd->...ij", q * SCALE, k).softmax(-1), v)
 
 
+def with_mean(function: Map) -> Map:
+    return lambda x: function(x.mean(1))
+
+
 SEEN = torch.ones(16, 16).tril().bool()
 TAKEN: dict[str, dict[str, Any]] = {
     "einsum of attention": {"attend": einsum_all},
@@ -105,6 +109,9 @@ TAKEN: dict[str, dict[str, Any]] = {
     "a mean by einsum": {"pool": lambda x: torch.einsum("btc,bt->bc", x, x.new_full(x.shape[:2], 1 / 16))},
     "one token by einsum": {"pool": lambda x: torch.einsum("bqt,btc->bqc", x.new_ones(x.shape[0], 1, 1), x[:, :1])[:, 0]},
     "a sum of tokens": {"pool": lambda x: x.sum(1) / 16},
+    "a norm and a small number": {"pool": with_mean(lambda x: x / (x.norm(dim=-1, keepdim=True) + 1e-8))},
+    "a norm times a number": {"pool": with_mean(lambda x: x / (x.norm(dim=-1, keepdim=True) * 48**-0.5))},
+    "the inverse times a number": {"pool": with_mean(lambda x: x * (3 * x.square().sum(-1, keepdim=True).rsqrt()))},
     "dropout of whole channels": {"tokens": lambda x: F.dropout2d(x, 0.1, False).flatten(2).mT},
 }  # fmt: skip
 
@@ -186,6 +193,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "heads that mix": (
         {"attend": lambda q, k, v: torch.einsum("bhij,hg->bgij", q @ k.mT, torch.ones(3, 3)).softmax(-1) @ v},
         "^einsum bhij,hg->bgij of scores",
+    ),
+    "a norm and a large number": (
+        {"pool": lambda x: (x / (x.norm(dim=-1, keepdim=True) + 1)).mean(1)}, "^sum of norms of rows",
+    ),
+    "a norm times less than nothing": (
+        {"pool": lambda x: (x / (x.norm(dim=-1, keepdim=True) * -1)).mean(1)}, "^product of norms of rows",
     ),
     "a layer of squares": ({"activation": lambda x: F.relu(x) ** 2}, "^linear layer of squares in block.fc2"),
     "where scores are not": ({"pool": lambda x: torch.where(SEEN[:, :1], x, 0.0).mean(1)}, "masked_fill in the model"),

@@ -86,6 +86,8 @@ def mul(trace: Tracer, a: Any, b: Any) -> Any:
     trace.refuse_steps(*(x for x in (a, b) if not isinstance(x, View)))
     if isinstance(a, RowSize):
         a, b = b, a
+    if isinstance(b, RowSize) and not is_computed(a) and wide(a).numel() == 1:
+        return b.times(float(wide(a)))
     if isinstance(b, RowSize):
         return normalised(trace, a, b, times=True)
     if isinstance(a, View) and a is b:

@@ -283,6 +283,26 @@ def test_constants_behind_a_mean_are_no_output(name: str) -> None:
         qflash.quantize_model(model, [draw_images(16, 3, 32)], **options)
 
 
+SHAPES: dict[str, tuple[Map, str]] = {
+    "tokens first": (lambda x: x.transpose(0, 1), r"^output 'output' must have the batch first, has shape \(16, batch, 48\)"),
+    "rows of all images": (lambda x: x.flatten(0, 1), r"must have the batch first, has shape \(16\*batch, 48\)"),
+    "one row": (
+        lambda x: x.mean(1, keepdim=True),
+        r"^output 'output' must have shape \(batch, channels\), has \(batch, 1, 48\) of one row$",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_outputs_of_other_shapes_are_named(name: str) -> None:
+    pool, message = SHAPES[name]
+    model = Encoder(pool=pool)
+    model.head = nn.Identity()  # type: ignore[assignment]
+    options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False}
+    with pytest.raises(UnsupportedError, match=message):
+        qflash.quantize_model(model, [draw_images(16, 3, 32)], **options)
+
+
 ROWS_OF_MEANS: dict[str, Map] = {
     "to length one": lambda x: F.normalize(x, dim=-1),
     "to length one, spelt out": lambda x: x / x.norm(dim=-1, keepdim=True),

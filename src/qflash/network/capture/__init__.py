@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import re
 import traceback
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +27,7 @@ from ...torch_internals import tracing_alone
 from ..outputs import OutputsOf, Selected, bare, copy_of, names_of, parameters_of, select_outputs
 from . import attention, einsum, elements, moves, norms, products, texts
 from .captured import Captured, output_of
-from .operations import BATCH, UnsupportedError, View, place_of_rows
+from .operations import BATCH, UnsupportedError, View, begins_with_batch, place_of_rows
 from .tracer import ARGUMENTS, Handler, Tracer, is_computed
 from .unread import used_operations
 
@@ -121,6 +122,11 @@ def capture(
             raise UnsupportedError(f"output {name!r} {why}" + f"; outputs={others} leaves it out" * bool(others))
         if each.source.kind == "images":
             raise UnsupportedError(f"output {name!r} is the images, rearranged; outputs can name others")
+        if not begins_with_batch(each):
+            sizes = ", ".join(map(str, nodes[name].meta["val"].shape))
+            raise UnsupportedError(
+                f"output {name!r} must have the batch first, has shape ({re.sub(r's[0-9]+', 'batch', sizes)})"
+            )
     return Captured(
         module,
         used_operations(tracer.operations, found),

@@ -261,6 +261,15 @@ def whole(operation: Operation) -> View:
     return View(operation, (BATCH, operation.rows // BATCH, operation.channels))
 
 
+def begins_with_batch(view: View) -> bool:
+    """Tell whether a view's first dimension is that of images."""
+    if view.shape[0] != BATCH:
+        return False
+    places = view.places().reshape(BATCH, -1)
+    image = places // (view.source.rows // BATCH * view.source.channels)
+    return bool(((image == counted(BATCH)[:, None]) | (places < 0)).all())
+
+
 def place_of_rows(operation: Operation, tokens: int) -> torch.Tensor | None:
     """Return of which place of a text each row of an operation is, int64 (rows,), or None where that is not known.
 

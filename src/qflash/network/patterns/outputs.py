@@ -10,7 +10,7 @@ from torch import fx
 
 from .. import conversion as cv
 from ..capture.captured import Output
-from ..capture.operations import BATCH, Operation, View, counted
+from ..capture.operations import BATCH, Operation, UnsupportedError, View, counted
 from ..conversion import Grid
 from ..float_parts import FloatTwin
 from ..graph import IMAGES
@@ -132,7 +132,10 @@ def _taken_of_mean(net: Builder, operation: Operation) -> tuple[Matrix | None, f
 
 def lower_output(net: Builder, output: Output) -> str:
     """Return the node that makes an output."""
-    node = _made(net, output)
+    node, shape = _made(net, output), output.view.shape
+    if node in net.flat and len(shape) != 2:
+        shown = ", ".join(map(str, shape[1:]))
+        raise UnsupportedError(f"output {output.name!r} must have shape (batch, channels), has (batch, {shown}) of one row")
     if (tokens := output.arrangement) is None:
         return node
     made = Tokens(tokens.first, tokens.count, tokens.shape, tokens.channels_first, tokens.joined)

@@ -13,6 +13,7 @@ from torch import nn
 
 from helpers import slow
 from qflash.network.coverage import drawn_images, network_coverage
+from qflash.network.quantize import find_statistics
 from small_networks import build
 
 STATISTICS = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
@@ -77,6 +78,19 @@ def test_what_has_16_bits_is_compared_in_float32() -> None:
 def test_statistics_of_other_channels_are_no_refusal() -> None:
     with pytest.raises(ValueError, match="mean must be 3 numbers"):
         network_coverage(build("vit", num_classes=10), (3, 32, 32), statistics=((0.5,) * 2, (0.5,) * 2))
+
+
+def test_statistics_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def find(*args: Any) -> Any:
+        found.append(args)
+        return find_statistics(*args)
+
+    for module in ("coverage", "quantize"):
+        monkeypatch.setattr(f"qflash.network.{module}.find_statistics", find)
+    assert network_coverage(build("vit", num_classes=10), (3, 32, 32), statistics=STATISTICS).quality is not None
+    assert len(found) == 1
 
 
 @pytest.mark.slow

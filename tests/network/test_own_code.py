@@ -76,6 +76,10 @@ def einsum_dots(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tens
     return torch.einsum("...ij,...jd->...id", torch.einsum("...id,...jd->...ij", q * SCALE, k).softmax(-1), v)
 
 
+def with_mean(function: Map) -> Map:
+    return lambda x: function(x.mean(1))
+
+
 SEEN = torch.ones(16, 16).tril().bool()
 TAKEN: dict[str, dict[str, Any]] = {
     "einsum of attention": {"attend": einsum_all},
@@ -102,7 +106,12 @@ TAKEN: dict[str, dict[str, Any]] = {
     "pieces joined": {"tokens": lambda x: torch.concat(x.flatten(2).mT.tensor_split(2, 1), 1)},
     "the shape of another": {"tokens": lambda x: x.flatten(2).mT.reshape_as(x.flatten(2).mT)},
     "einsum that permutes": {"tokens": lambda x: torch.einsum("bchw->bhwc", x).flatten(1, 2)},
+    "a mean by einsum": {"pool": lambda x: torch.einsum("btc,bt->bc", x, x.new_full(x.shape[:2], 1 / 16))},
+    "one token by einsum": {"pool": lambda x: torch.einsum("bqt,btc->bqc", x.new_ones(x.shape[0], 1, 1), x[:, :1])[:, 0]},
     "a sum of tokens": {"pool": lambda x: x.sum(1) / 16},
+    "a norm and a small number": {"pool": with_mean(lambda x: x / (x.norm(dim=-1, keepdim=True) + 1e-8))},
+    "a norm times a number": {"pool": with_mean(lambda x: x / (x.norm(dim=-1, keepdim=True) * 48**-0.5))},
+    "the inverse times a number": {"pool": with_mean(lambda x: x * (3 * x.square().sum(-1, keepdim=True).rsqrt()))},
     "dropout of whole channels": {"tokens": lambda x: F.dropout2d(x, 0.1, False).flatten(2).mT},
 }  # fmt: skip
 
@@ -160,7 +169,8 @@ def test_a_linear_layer_by_a_convolution_in_one_dimension() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["einsum of attention", "gelu by tanh, factored", "gelu by erf", "relu by clamp", "pieces joined"]
+    "name",
+    ["einsum of attention", "gelu by tanh, factored", "gelu by erf", "relu by clamp", "pieces joined", "a mean by einsum"],
 )
 def test_what_is_spelt_otherwise_becomes_integers(name: str) -> None:
     options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False}
@@ -180,6 +190,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "scores in another order": (
         {"attend": lambda q, k, v: torch.einsum("bhid,bhjd->bijh", q, k).softmax(2).permute(0, 3, 1, 2) @ v}, "bijh of scores",
     ),
+    "heads that mix": (
+        {"attend": lambda q, k, v: torch.einsum("bhij,hg->bgij", q @ k.mT, torch.ones(3, 3)).softmax(-1) @ v},
+        "^einsum bhij,hg->bgij of scores",
+    ),
+    "a norm and a large number": (
+        {"pool": lambda x: (x / (x.norm(dim=-1, keepdim=True) + 1)).mean(1)}, "^sum of norms of rows",
+    ),
+    "a norm times less than nothing": (
+        {"pool": lambda x: (x / (x.norm(dim=-1, keepdim=True) * -1)).mean(1)}, "^product of norms of rows",
+    ),
+    "a layer of squares": ({"activation": lambda x: F.relu(x) ** 2}, "^linear layer of squares in block.fc2"),
     "where scores are not": ({"pool": lambda x: torch.where(SEEN[:, :1], x, 0.0).mean(1)}, "masked_fill in the model"),
 }  # fmt: skip
 
@@ -201,25 +222,108 @@ def test_a_mean_of_the_stream_with_channels_first() -> None:
 
 
 class Apart(nn.Module):
-    """A linear layer as a product with a matrix, and a sum."""
+    """A linear layer as a product with a matrix, and a sum with a bias of so many dimensions."""
 
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, layer: nn.Linear, dimensions: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(layer.weight.detach().T.contiguous()), layer.bias
+        bias = layer.bias.detach().view(*[1] * (dimensions - 1), -1)
+        self.weight, self.bias = nn.Parameter(layer.weight.detach().T.contiguous()), nn.Parameter(bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.weight + self.bias
 
 
-def test_biases_that_are_added_behind_become_the_layers() -> None:
+@pytest.mark.parametrize("dimensions", few([1, 2, 3], 2))
+def test_biases_that_are_added_behind_become_the_layers(dimensions: int) -> None:
     """Also before attention and an activation, which take no constant."""
     model, same = Encoder(), Encoder()
     for name in ("qkv", "proj", "fc1", "fc2"):
-        setattr(model.block, name, Apart(getattr(model.block, name)))
+        setattr(model.block, name, Apart(getattr(model.block, name), dimensions))
     options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False}
     found, wanted = (qflash.quantize_model(x, [draw_images(16, 3, 32)], **options) for x in (model, same))
     some = draw_images(2, 3, 32, seed=3)
     assert torch.equal(found(some), wanted(some))
+
+
+CONSTANTS: dict[str, Map] = {
+    "a factor": lambda x: (7 * x).mean(1), "a negative one": lambda x: (x / -3).mean(1),
+    "a term": lambda x: (x + torch.linspace(-30, 30, 48)).mean(1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+@pytest.mark.parametrize("name", few(CONSTANTS, 2))
+def test_ranges_of_means_hold_what_stands_behind_a_normalisation(name: str, has_head: bool) -> None:
+    model = Encoder(pool=CONSTANTS[name])
+    if not has_head:
+        model.head = nn.Identity()  # type: ignore[assignment]
+    options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False}
+    network, images = qflash.quantize_model(model, [draw_images(24, 3, 32)], **options), draw_images(8, 3, 32, seed=3)
+    with torch.inference_mode():
+        want, got = model((images / 255 - 0.5) / 0.3), network.dequantize(network(images))
+    # what is the same for all images says nothing
+    assert sqnr_db(want - want.mean(0), got - want.mean(0)) > 18
+
+
+BEHIND_MEANS: dict[str, tuple[Map, bool, str]] = {
+    "a factor": (lambda x: 1.1 * x.mean(1), False, "constants are added to it or multiplied with it$"),
+    "another order": (lambda x: x.mean(1).flip(1), False, "the output is a part of it"),
+    "a factor before a head": (lambda x: x.sum(1), True, "multiplied with, what mean of the model computes before it$"),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND_MEANS)
+def test_constants_behind_a_mean_are_no_output(name: str) -> None:
+    pool, has_head, message = BEHIND_MEANS[name]
+    model = Encoder(pool=pool)
+    if not has_head:
+        model.head = nn.Identity()  # type: ignore[assignment]
+    options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False}
+    with pytest.raises(UnsupportedError, match=message):
+        qflash.quantize_model(model, [draw_images(16, 3, 32)], **options)
+
+
+SHAPES: dict[str, tuple[Map, str]] = {
+    "tokens first": (lambda x: x.transpose(0, 1), r"^output 'output' must have the batch first, has shape \(16, batch, 48\)"),
+    "rows of all images": (lambda x: x.flatten(0, 1), r"must have the batch first, has shape \(16\*batch, 48\)"),
+    "one row": (
+        lambda x: x.mean(1, keepdim=True),
+        r"^output 'output' must have shape \(batch, channels\), has \(batch, 1, 48\) of one row$",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_outputs_of_other_shapes_are_named(name: str) -> None:
+    pool, message = SHAPES[name]
+    model = Encoder(pool=pool)
+    model.head = nn.Identity()  # type: ignore[assignment]
+    options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False}
+    with pytest.raises(UnsupportedError, match=message):
+        qflash.quantize_model(model, [draw_images(16, 3, 32)], **options)
+
+
+ROWS_OF_MEANS: dict[str, Map] = {
+    "to length one": lambda x: F.normalize(x, dim=-1),
+    "to length one, spelt out": lambda x: x / x.norm(dim=-1, keepdim=True),
+    "layer normalisation": lambda x: F.layer_norm(x, x.shape[-1:]),
+}
+
+
+@pytest.mark.parametrize("name", few(ROWS_OF_MEANS, 1))
+def test_what_a_head_makes_of_a_mean_is_normalised(name: str) -> None:
+    """A stream of 12 channels is rotated, one of 10 is not."""
+
+    class Normalised(Encoder):
+        def forward(self, x: torch.Tensor) -> Any:
+            return ROWS_OF_MEANS[name](super().forward(x))
+
+    options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False}
+    for channels in (10, 12):
+        model = Normalised()
+        model.head = nn.Linear(48, channels)
+        network = qflash.quantize_model(model.eval(), [draw_images(24, 3, 32)], **options)
+        assert network.quality is not None and network.quality.sqnr_db > 25
 
 
 def test_a_part_of_a_layer_is_told_the_whole() -> None:

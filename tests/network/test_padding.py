@@ -137,6 +137,32 @@ def test_kernels_have_the_same_bits(name: str, request: pytest.FixtureRequest) -
     assert all(torch.equal(found[key].cpu(), x) for key, x in want.items())
 
 
+def test_rotated_streams_are_compared_where_there_are_tokens() -> None:
+    """OPT gives all padding one position, which the network does not know."""
+    config = transformers.OPTConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, ffn_dim=64, word_embed_proj_dim=32,
+        max_position_embeddings=20, use_cache=False,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedError, match="images are not treated alike"):
+        qflash.quantize_model(draw_weights(transformers.OPTModel(config)), [CALIBRATION], progress=False)
+
+
+@pytest.mark.filterwarnings("ignore:the integer network")
+@pytest.mark.parametrize("kind", few(["Qwen3Model", "Gemma3TextModel"], 1))
+def test_ranges_of_normalised_heads_do_not_see_padding(kind: str) -> None:
+    made = []
+    for factor in (1, 30):
+        config_class = getattr(transformers, kind).config_class
+        config = config_class(**SIZES, head_dim=16, num_key_value_heads=1, use_cache=False)
+        model = draw_weights(getattr(transformers, kind)(config))
+        with torch.no_grad():
+            model.embed_tokens.weight[0] *= factor  # what the model is given at places without a token
+        made.append(qflash.quantize_model(model, [CALIBRATION], min_sqnr=None, progress=False))
+    parts = [dict(network.part("layers.0.self_attn.q_norm").named_buffers()) for network in made]
+    assert parts[0] and all(torch.equal(x, parts[1][name]) for name, x in parts[0].items())
+    assert made[0].quality is not None and made[0].quality.sqnr_db > 15
+
+
 @pytest.mark.slow
 def test_ranges_do_not_see_padding() -> None:
     """Positions that no calibration text has may hold any number."""

@@ -172,6 +172,12 @@ def in_two_parts(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), dim=-1)
 
 
+def in_pairs(x: torch.Tensor) -> torch.Tensor:
+    """The first channel of each pair is in the first term of both."""
+    (a, b), angle = (x[..., ::2], x[..., 1::2]), angles(TOKENS, WIDTH // 2)
+    return torch.stack((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), dim=-1).flatten(-2)
+
+
 def in_part(x: torch.Tensor) -> torch.Tensor:
     """Half of the channels only, as GPT-NeoX has it."""
     some, rest = x[..., : WIDTH // 2], x[..., WIDTH // 2 :]
@@ -194,7 +200,9 @@ def as_it_is(x: torch.Tensor) -> torch.Tensor:
 
 TURNS: dict[str, Turn] = {
     each.__name__: each
-    for each in (in_halves, of_neighbours, behind_a_prefix, of_each_head, in_two_parts, in_part, before_heads_move, backwards)
+    for each in (
+        in_halves, of_neighbours, behind_a_prefix, of_each_head, in_two_parts, in_pairs, in_part, before_heads_move, backwards,
+    )
 }  # fmt: skip
 
 

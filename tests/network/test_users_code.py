@@ -143,6 +143,23 @@ class Cached(Noisy):
         return {"last_hidden_state": self.body(x), "cache": object()}
 
 
+class CachedLogits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = make("timm: class token")
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"cache": object(), "logits": self.body(x)}
+
+
+def test_a_list_of_names_leaves_out_what_is_no_tensor() -> None:
+    model, some = CachedLogits().eval(), images(2)
+    network = qflash.quantize_model(model, [images(16)], outputs=["logits"], **OPTIONS)
+    assert torch.equal(network(some), qflash.quantize_model(model.body, [images(16)], **OPTIONS)(some))
+    with pytest.raises(UnsupportedError, match=r"known type; outputs=\['logit'\] must name tensors that the model returns$"):
+        qflash.quantize_model(model, [images(4)], outputs=["logit"], **OPTIONS)
+
+
 class ImagesAndTexts(Noisy):
     def forward(self, input_ids: torch.Tensor, pixel_values: torch.Tensor) -> Any:
         return self.body(pixel_values) + input_ids
@@ -173,6 +190,21 @@ def test_outputs_that_need_no_image_are_no_advice() -> None:
 
     with pytest.raises(UnsupportedError, match=r"aten\.tanh in the model .* has no integer form$"):
         qflash.quantize_model(Both().eval(), [images(4)], **OPTIONS)
+
+
+def test_what_is_written_to_a_tensor_may_be_in_any_output() -> None:
+    class Cleared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = make("timm: class token")
+
+        def forward(self, x: torch.Tensor) -> Any:
+            out = self.body(x)
+            out[:, 0] = out[:, 1]
+            return out, self.body(x)
+
+    with pytest.raises(UnsupportedError, match=r"aten\.copy_ in the model .* has no integer form$"):
+        qflash.quantize_model(Cleared().eval(), [images(4)], **OPTIONS)
 
 
 class Photos(torch.utils.data.Dataset):  # type: ignore[type-arg]

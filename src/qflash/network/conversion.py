@@ -73,6 +73,14 @@ class Range:
         """Return a range of the same middle, as many times as wide."""
         return Range(self.middle - self.half * factor, self.middle + self.half * factor, self.mean, self.covariance)
 
+    def with_constants(self, factor: torch.Tensor | None, term: torch.Tensor | None) -> Range:
+        """Return the range of what is multiplied and added to, by float64 (channels,) each, or None; without a covariance."""
+        if factor is None and term is None:
+            return self
+        ends = torch.stack((self.low, self.high, self.mean))
+        ends = (ends if factor is None else ends * factor) + (0 if term is None else term)
+        return Range(ends[:2].amin(dim=0), ends[:2].amax(dim=0), ends[2])
+
     def on(self, grid: Grid) -> Grid:
         """Return a grid with this range's covariance."""
         return dataclasses.replace(grid, covariance=self.covariance)

@@ -89,13 +89,14 @@ def network_coverage(
     found = _traced(model, image, outputs)
     if statistics is None or found.refusals:
         return found
-    mean, std = find_statistics(model, image[0], *statistics)
+    mean, std = statistics
     images = drawn_images(image)
     try:
         network = quantize_model(model, [images], mean=mean, std=std, outputs=outputs, progress=progress)
     except MemoryError:
         raise
-    except Exception as error:  # whatever happens is what is asked for
+    except Exception as error:  # whatever happens is what is asked for, but for arguments that are no such
+        find_statistics(model, image[0], mean, std)
         kind = "" if isinstance(error, (ValueError, TypeError)) else f"{type(error).__name__}: "
         reason = f"computed on {DRAWN} drawn images: {kind}{error}"
         return NetworkCoverage({}, {}, (reason,))

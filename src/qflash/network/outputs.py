@@ -106,13 +106,16 @@ def _as_patches(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> t
     return (), {**options, **given}
 
 
-def select_outputs(model: nn.Module, outputs: Sequence[str] | OutputsOf | None, padded: bool = False) -> nn.Module:
+def select_outputs(
+    model: nn.Module, outputs: Sequence[str] | OutputsOf | None, padded: bool = False, alone: bool = False
+) -> nn.Module:
     """Return a module that takes the model's images and returns the outputs that are wanted, perhaps among others.
 
     Args:
         model: the float one; it is not changed.
         outputs: see :func:`qflash.quantize_model`.
         padded: whether the module takes ids that are negative where there is no token, and the model a mask.
+        alone: whether the module returns no other output than those that are named.
 
     Raises:
         TypeError: ``outputs`` is neither None, a function nor a list of names.
@@ -132,7 +135,7 @@ def select_outputs(model: nn.Module, outputs: Sequence[str] | OutputsOf | None, 
     modules = dict(model.named_modules())
     known = {*modules, TOKENS, FEATURES, *_FIELDS.values(), *([LOGITS] if _is_timm(model) else [])}
     inside = any(name in known or name.startswith(HIDDEN_STATES) for name in names)
-    return Selected(model, names, padded) if inside or changed else model
+    return Selected(model, names, padded) if inside or changed or alone else model
 
 
 class Selected(nn.Module):

@@ -26,7 +26,7 @@ from .conversion import rounded_once
 from .float_parts import kept_nodes, with_float_parts
 from .graph import IntegerNetwork
 from .inputs import check_input, text_ids
-from .outputs import OutputsOf, bare, select_outputs, takes_mask
+from .outputs import OutputsOf, bare, takes_mask
 from .patterns import Lowering
 from .resampling import check_same_nodes, difference, model_at, resized
 from .rotation import rotate_streams
@@ -308,7 +308,8 @@ def _lower(
     there = (lambda each: each) if size is None else functools.partial(model_at, size=size)
     captured = capture(there(model), prepare(images[:1].repeat(BATCH, *[1] * len(image)), dtype), outputs, padded=padded)
     if size is not None:
-        captured.select = lambda each: select_outputs(there(each), outputs)
+        select = captured.select
+        captured.select = lambda each: select(there(each))
     if images.dim() == 2:
         tables = [x.weight for x in captured.operations if x.kind == "embedding" and x.weight is not None]
         image = image[0], min(map(len, tables), default=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
 import functools
@@ -240,13 +241,11 @@ def launches(case: AnyCase, target: str) -> list[KernelLaunch]:
     number = int(target.removeprefix("sm_"))
     token = STAND_IN.set((number // 10, number % 10))
     try:
-        with LaunchRecorder(launching=False) as recording:
+        settled = isinstance(case, LayerCase) and case.settled
+        with LaunchRecorder(launching=False) as recording, weights_stay() if settled else contextlib.nullcontext():
+            count_launch()  # one ahead of it
             if isinstance(case, Case):
                 _attend(case)
-            elif case.settled:
-                with weights_stay():
-                    count_launch()  # one ahead of it
-                    _run_layer(case)
             else:
                 _run_layer(case)
     finally:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import re
 import traceback
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +27,7 @@ from ...torch_internals import tracing_alone
 from ..outputs import OutputsOf, Selected, bare, copy_of, names_of, parameters_of, select_outputs
 from . import attention, einsum, elements, moves, norms, products, texts
 from .captured import Captured, output_of
-from .operations import BATCH, UnsupportedError, View
+from .operations import BATCH, UnsupportedError, View, begins_with_batch, place_of_rows
 from .tracer import ARGUMENTS, Handler, Tracer, is_computed
 from .unread import used_operations
 
@@ -53,14 +54,19 @@ def capture(
         UnsupportedError: an operation has no integer form.
         TypeError, ValueError: ``outputs`` are no such, or an output is unknown.
     """
-    selected = select_outputs(model, outputs, padded)
+    select = functools.partial(select_outputs, outputs=outputs, padded=padded)
+    selected = select(model)
     wanted, outputs = outputs, None if callable(outputs) else outputs
     with torch.no_grad():
         try:
-            with tracing_alone():
-                program = torch.export.export(
-                    copy_of(selected), (images,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},), strict=False
-                )
+            try:
+                program = _traced(selected, images)
+            except Exception as error:
+                if outputs is None or isinstance(selected, Selected) or not _returns_more(error):
+                    raise
+                select = functools.partial(select, alone=True)
+                selected = select(model)
+                program = _traced(selected, images)
         except Exception as error:
             # what follows is of torch.export's own settings
             reason = traceback.format_exception_only(error)[-1].strip().partition("\n")[0][:400]
@@ -116,14 +122,30 @@ def capture(
             raise UnsupportedError(f"output {name!r} {why}" + f"; outputs={others} leaves it out" * bool(others))
         if each.source.kind == "images":
             raise UnsupportedError(f"output {name!r} is the images, rearranged; outputs can name others")
+        if not begins_with_batch(each):
+            sizes = ", ".join(map(str, nodes[name].meta["val"].shape))
+            raise UnsupportedError(
+                f"output {name!r} must have the batch first, has shape ({re.sub(r's[0-9]+', 'batch', sizes)})"
+            )
     return Captured(
         module,
         used_operations(tracer.operations, found),
         [output_of(name, x, nodes[name], list(nodes).index(name)) for name, x in zip(names, found, strict=True)],
-        functools.partial(select_outputs, outputs=wanted, padded=padded),
+        select,
         _places(tracer, images.shape[1]) if padded else {},
         tracer.filler,
     )
+
+
+def _traced(model: nn.Module, images: torch.Tensor) -> torch.export.ExportedProgram:
+    batch = {0: torch.export.Dim.DYNAMIC}
+    with tracing_alone():
+        return torch.export.export(copy_of(model), (images,), dynamic_shapes=(batch,), strict=False)
+
+
+def _returns_more(error: Exception) -> bool:
+    """Tell whether an error of ``torch.export`` is about what a model returns besides tensors, as a cache."""
+    return "in output, which is not a known type" in str(error)
 
 
 def _help(error: Exception, model: nn.Module, outputs: Any) -> str:
@@ -135,8 +157,9 @@ def _help(error: Exception, model: nn.Module, outputs: Any) -> str:
     # by name, since its module loads sympy
     if type(error).__name__ == "GuardOnDataDependentSymNode":
         return "; the model, or a hook, looks at a tensor's values: float(x), x.item(), if x > 0"
-    if outputs is None and "in output, which is not a known type" in str(error):
-        return "; outputs=['last_hidden_state'], or another list of names, leaves it out"
+    if _returns_more(error):
+        leaves = "outputs=['last_hidden_state'], or another list of names, leaves it out"
+        return f"; {leaves if outputs is None else f'outputs={list(outputs)} must name tensors that the model returns'}"
     if outputs is None and {"input_ids", "pixel_values"} <= parameters_of(model.forward).keys():
         if not hasattr(model, "get_image_features"):
             return "; it takes images and texts at once, and a network takes one of them"
@@ -158,13 +181,15 @@ def _behind(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _without(nodes: Sequence[fx.Node], last: fx.Node, names: Sequence[str]) -> str:
-    """Say which outputs do not need nodes that have no integer form.
+    """Say which outputs do not need nodes that have no integer form; nothing where one writes to a tensor that others read.
 
     Args:
         nodes: of the traced graph.
         last: that returns the outputs.
         names: of the outputs, in their order.
     """
+    if any(getattr(getattr(n.target, "_schema", None), "is_mutable", False) for n in nodes):
+        return ""
     needing = _behind(nodes)
     # a size is no image
     images = next(n for n in last.graph.nodes if n.op == "placeholder")
@@ -178,12 +203,12 @@ def _places(tracer: Tracer, tokens: int) -> dict[fx.Node, torch.Tensor]:
     """Return :attr:`Captured.tokens` of what was interpreted, of texts of so many tokens."""
     found: dict[fx.Node, torch.Tensor] = {}
     for node, x in tracer.env.items():
-        if not isinstance(x, View) or x.source.rows != BATCH * tokens:
+        if not isinstance(x, View) or (place := place_of_rows(x.source, tokens)) is None:
             continue
         rows = x.places().reshape(-1, x.shape[-1])
         row = rows[:, 0].div(x.source.channels, rounding_mode="floor")
         if bool((row >= 0).all()) and torch.equal(rows[:, -1] // x.source.channels, row):
-            found[node] = row[row < tokens]
+            found[node] = place[row[row < x.source.rows // BATCH]]
     return found
 
 

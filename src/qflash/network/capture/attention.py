@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from ..matrix import Affine, Matrix
 from .operations import BATCH, RefusedError, Symbol, View, wide
@@ -31,6 +32,7 @@ class Scores(Symbol):
         head_scale: float64 (heads,), which the product is multiplied by, too, or None.
     """
 
+    called = "scores of attention"
     query: View
     key: View
     shape: tuple[int, ...]
@@ -62,11 +64,14 @@ class Scores(Symbol):
         return dataclasses.replace(self, head_scale=own if self.head_scale is None else self.head_scale * own, term=term)
 
 
-def matmul(trace: Tracer, a: Any, b: Any) -> View | Scores:
+def matmul(trace: Tracer, a: Any, b: Any, seen: fx.Node | None = None) -> View | Scores:
+    """A product of matrices; ``seen`` is the node of the traced graph whose value ``b`` is, if not the second argument's."""
     if isinstance(a, View) and not is_computed(b) and b.dim() == 2:
         return add_layer(trace, a, trace.seen(0), Affine(Matrix.of(b).transposed()))
-    if isinstance(b, View) and not is_computed(a) and (means := means_of_tokens(trace, a, b)) is not None:
-        return means
+    if isinstance(b, View) and not is_computed(a):
+        means = means_of_tokens(trace, a, b, trace.seen(1)[0] if seen is None else seen)
+        if means is not None:
+            return means
     if isinstance(b, View) and len(a.shape) == len(b.shape) >= 3 and not isinstance(a, Scores):
         query = a if isinstance(a, View) else constant_view(b.source, a)
         key = b.moved(lambda y: y.transpose(-1, -2))

@@ -61,7 +61,7 @@ def einsum(trace: Tracer, equation: str, tensors: Sequence[Any], **more: Any) ->
     scores = [isinstance(x, Scores) for x in tensors]
     if scores[1] or (is_layer and not is_computed(tensors[0])) or (not any(scores) and out[-1] in parts[0] and not is_layer):
         pair.reverse()
-    (x, of_x, node), (y, of_y, _) = pair
+    (x, of_x, node), (y, of_y, other_node) = pair
     summed = [letter for letter in of_x if letter in shared and letter not in out]
     left, right = ([letter for letter in of if letter not in shared] for of in (of_x, of_y))
     if not summed or {*batch, *left, *right} != {*out}:
@@ -71,6 +71,8 @@ def einsum(trace: Tracer, equation: str, tensors: Sequence[Any], **more: Any) ->
     other = [of_y.index(letter) for letter in (*batch, *summed, *right)]
     made: Any
     if is_layer:
+        if not isinstance(x, View):
+            raise RefusedError(f"einsum {equation} of scores")
         arranged = _arranged(order, len(left))
         weights = y.permute(*other).reshape(math.prod(sizes[letter] for letter in summed), -1)
         in_order = order == sorted(order) and len(summed) == 1
@@ -85,7 +87,11 @@ def einsum(trace: Tracer, equation: str, tensors: Sequence[Any], **more: Any) ->
             rows, width = (math.prod(sizes[letter] for letter in of) for of in (left, summed))
             x = _rearranged(x, order, [*(sizes[letter] for letter in batch), rows, width])
         inner, columns = (math.prod(sizes[letter] for letter in of) for of in (summed, right))
-        made = matmul(trace, x, _rearranged(y, other, [*(sizes[letter] for letter in batch), inner, columns]))
+        seen = None
+        if not is_computed(x):
+            assert isinstance(other_node, fx.Node)
+            seen = call_behind(other_node, "arranged", lambda z: z.permute(*other).reshape(-1, inner, columns))
+        made = matmul(trace, x, _rearranged(y, other, [*(sizes[letter] for letter in batch), inner, columns]), seen)
     found = [*batch, *left, *right]
     shape = [sizes[letter] for letter in found]
     if isinstance(made, Scores):

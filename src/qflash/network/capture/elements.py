@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,18 @@ from .products import add_layer, sum_of_linear, with_bias
 from .tracer import Handler, Sigmoid, Tracer, aten, is_computed
 
 
+def _of_curves(trace: Tracer, a: Any, b: Any, function: Callable[..., torch.Tensor], what: str) -> View | Curve | None:
+    """Return a sum or a product of two, of which one is a curve; None where none is."""
+    for x, other in ((a, b), (b, a)):
+        if isinstance(x, Curve) and not is_computed(other) and wide(other).numel() == 1:
+            return applied(trace, x, functools.partial(function, other=float(wide(other))), what)
+    if isinstance(a, Curve) or isinstance(b, Curve):
+        if (curve := combined(trace, a, b, function)) is not None:
+            return curve
+        trace.refuse_steps(a, b)
+    return None
+
+
 def add(trace: Tracer, a: Any, b: Any, *, alpha: Any = 1) -> Any:
     if not is_computed(a):
         a, b = b, a
@@ -25,12 +38,10 @@ def add(trace: Tracer, a: Any, b: Any, *, alpha: Any = 1) -> Any:
             raise RefusedError("add with alpha")
     if isinstance(a, RowSize) and is_computed(b):
         raise RefusedError("sum of norms of rows")
-    if isinstance(a, Curve) and not is_computed(b) and wide(b).numel() == 1:
-        return applied(trace, a, lambda x: x + float(wide(b)) * alpha, "sum")
-    if (isinstance(a, Curve) or isinstance(b, Curve)) and alpha == 1:
-        if (curve := combined(trace, a, b, torch.add)) is not None:
+    if alpha == 1 or not is_computed(b):
+        curve = _of_curves(trace, a, b if is_computed(b) else wide(b) * alpha, torch.add, "sum")
+        if curve is not None:
             return curve
-        trace.refuse_steps(a, b)
     if not is_computed(b):
         if not isinstance(a, (View, Scores, RowSize)):
             raise RefusedError("sum of squares or stacked tensors and a constant")
@@ -70,16 +81,13 @@ def mul(trace: Tracer, a: Any, b: Any) -> Any:
     for place, (x, other) in enumerate(((a, b), (b, a))):
         if isinstance(x, View) and isinstance(other, Sigmoid) and (slope := other.slope(x)) is not None:
             return trace.made("silu", (x,), trace.seen(place), x.shape, slope=slope)
-    for x, number in ((a, b), (b, a)):
-        if isinstance(x, Curve) and not is_computed(number) and wide(number).numel() == 1:
-            return applied(trace, x, functools.partial(torch.mul, other=float(wide(number))), "product")
-    if isinstance(a, Curve) or isinstance(b, Curve):
-        if (curve := combined(trace, a, b, torch.mul)) is not None:
-            return curve
-        trace.refuse_steps(a, b)
+    if (curve := _of_curves(trace, a, b, torch.mul, "product")) is not None:
+        return curve
     trace.refuse_steps(*(x for x in (a, b) if not isinstance(x, View)))
     if isinstance(a, RowSize):
         a, b = b, a
+    if isinstance(b, RowSize) and not is_computed(a) and wide(a).numel() == 1:
+        return b.times(float(wide(a)))
     if isinstance(b, RowSize):
         return normalised(trace, a, b, times=True)
     if isinstance(a, View) and a is b:

@@ -50,6 +50,7 @@ class Stacked(Symbol):
         dim: the new dimension.
     """
 
+    called = "stacked tensors"
     views: list[View]
     nodes: list[fx.Node]
     dim: int

@@ -27,6 +27,7 @@ class Squares(Symbol):
         shape: of the tensor.
     """
 
+    called = "squares"
     view: View
     seen: fx.Node
     shape: tuple[int, ...]
@@ -42,6 +43,7 @@ class RowSize(Symbol):
         scale, epsilon, exponent: see there.
     """
 
+    called = "norms of rows"
     squares: Squares
     shape: tuple[int, ...]
     scale: float = 1.0
@@ -50,6 +52,8 @@ class RowSize(Symbol):
 
     def plus(self, term: torch.Tensor) -> RowSize:
         """Return the numbers plus a constant."""
+        if self.exponent == 0.5 and term.numel() == 1 and 0 <= float(term) <= MOST_FLOOR:
+            return self.at_least(float(term))
         if self.exponent != 1 or term.numel() != 1 or float(term) < 0:
             raise RefusedError("sum of norms of rows")
         return dataclasses.replace(self, epsilon=self.epsilon + float(term))
@@ -59,6 +63,13 @@ class RowSize(Symbol):
         if self.exponent != 0.5 or not 0 <= number <= MOST_FLOOR:
             raise RefusedError("least number of norms of rows")
         return dataclasses.replace(self, epsilon=self.epsilon + number**2)
+
+    def times(self, number: float) -> RowSize:
+        """Return the numbers times a positive one."""
+        if number <= 0:
+            raise RefusedError("product of norms of rows")
+        inside = number ** (1 / self.exponent)
+        return dataclasses.replace(self, scale=self.scale * inside, epsilon=self.epsilon * inside)
 
     def power(self, exponent: float) -> RowSize:
         """Return a power of the numbers."""

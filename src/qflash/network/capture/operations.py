@@ -137,10 +137,12 @@ class Symbol:
     Attributes:
         shape: of the tensor.
         takers: operations of ATen that may take it, or None where they say so themselves.
+        called: what it is, for a refusal.
     """
 
     shape: tuple[int, ...]
     takers: ClassVar[frozenset[Any] | None] = None
+    called: ClassVar[str] = "a step on the way to an operation"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -257,3 +259,29 @@ class Product:
 def whole(operation: Operation) -> View:
     """Return an operation's output as (batch, rows of an image, channels)."""
     return View(operation, (BATCH, operation.rows // BATCH, operation.channels))
+
+
+def begins_with_batch(view: View) -> bool:
+    """Tell whether a view's first dimension is that of images."""
+    if view.shape[0] != BATCH:
+        return False
+    places = view.places().reshape(BATCH, -1)
+    image = places // (view.source.rows // BATCH * view.source.channels)
+    return bool(((image == counted(BATCH)[:, None]) | (places < 0)).all())
+
+
+def place_of_rows(operation: Operation, tokens: int) -> torch.Tensor | None:
+    """Return of which place of a text each row of an operation is, int64 (rows,), or None where that is not known.
+
+    A normalisation of queries has a row for each head of a token.
+    """
+    if operation.rows == BATCH * tokens:
+        return counted(tokens).repeat(BATCH)
+    if operation.kind != "norm":
+        return None
+    view = operation.inputs[0]
+    places, below = view.places().reshape(operation.rows, -1), place_of_rows(view.source, tokens)
+    if below is None or int(places.min()) < 0:
+        return None
+    found = below[places // view.source.channels]
+    return found[:, 0] if bool((found == found[:, :1]).all()) else None

@@ -92,13 +92,14 @@ def _token_order(view: View) -> torch.Tensor | None:
     return None if torch.equal(order, counted(width)) else order
 
 
-def means_of_tokens(trace: Tracer, weights: torch.Tensor, x: View) -> View | None:
+def means_of_tokens(trace: Tracer, weights: torch.Tensor, x: View, seen: fx.Node) -> View | None:
     """Return means of as many tokens each that a constant matrix gives: a linear layer on those tokens side by side.
 
     Args:
         trace: the tracer, at their product.
         weights: (images or 1, means, tokens).
         x: (images, tokens, channels).
+        seen: the node of the traced graph whose value that is.
 
     Returns:
         (images, means, channels), or None where the matrix is something else.
@@ -108,31 +109,37 @@ def means_of_tokens(trace: Tracer, weights: torch.Tensor, x: View) -> View | Non
     numbers, channels = wide(weights[0]), x.shape[-1]
     used = numbers != 0
     count = int(used[0].sum())
-    if count < 2 or not bool((used.sum(dim=1) == count).all()) or not torch.allclose(numbers[used], wide(1 / count)):
+    if not count or not bool((used.sum(dim=1) == count).all()) or not torch.allclose(numbers[used], wide(1 / count)):
         return None
     tokens = used.nonzero()[:, 1].view(-1, count)
 
     def together(y: torch.Tensor) -> torch.Tensor:
         return y[:, tokens.to(y.device)].flatten(2)
 
+    if count == 1:
+        return x.moved(together)
     mean = torch.eye(channels, dtype=torch.float64, device="cpu").repeat(1, count) / count
-    seen = call_behind(trace.seen(1)[0], "together", together)
-    return add_layer(trace, x.moved(together), [seen], Affine(Matrix.of(mean)))
+    return add_layer(trace, x.moved(together), [call_behind(seen, "together", together)], Affine(Matrix.of(mean)))
 
 
 def with_bias(trace: Tracer, x: View, bias: torch.Tensor) -> View | None:
     """Return a linear layer without a bias that has one added behind it, or None where it is something else."""
-    if x.source.bias is not None or bias.dim() != 1 or len(bias) != x.shape[-1] or x.factor is not None or x.term is not None:
+    if x.source.bias is not None or x.factor is not None or x.term is not None:
+        return None
+    # (channels,), or with ones ahead
+    if not 0 < bias.dim() <= len(x.shape) or not bias.numel() == bias.shape[-1] == x.shape[-1]:
         return None
     if (product := product_of(x)) is None or product.view.source.kind == "images":
         return None
-    layer = product.layer.then(None, wide(bias))
+    layer = product.layer.then(None, wide(bias.flatten()))
     return trace.made("linear", (product.view,), product.seen, x.shape, matrix=layer.matrix, bias=layer.bias)
 
 
 def linear(trace: Tracer, x: Any, weight: Any, bias: Any = None) -> View:
-    if not isinstance(x, View) or is_computed((weight, bias)):
+    if is_computed((weight, bias)):
         raise RefusedError("linear layer with computed weights")
+    if not isinstance(x, View):
+        raise RefusedError(f"linear layer of {x.called}")
     return add_layer(trace, x, trace.seen(0), Affine(Matrix.of(weight), None if bias is None else wide(bias)))
 
 

@@ -16,7 +16,8 @@ from ..capture.operations import BATCH, Operation, View, counted, whole
 from ..conversion import Grid, Range
 from ..float_parts import FloatTwin
 from ..graph import Node
-from ..modules import First
+from ..modules import First, Mean
+from ..operators.select_token import SelectToken
 from .rows import refusal
 
 Ranges = dict[fx.Node, Range]
@@ -46,7 +47,7 @@ class Stream:
         node: its name in the network.
         rows, channels: of an image.
         group: streams that share a unit.
-        is_flat: whether it is (images, channels): the mean of an image.
+        is_flat: whether it is (images, channels): see :attr:`Builder.flat`.
         term: what all that take the operation's output add to its rows, and the node has added already; or None.
     """
 
@@ -78,6 +79,7 @@ class Builder:
         twins: what nodes stand for in floating point.
         references: by node what its output stands for: a float tensor, and the group of a residual stream.
         selected: by node that takes tokens of another one the other.
+        flat: nodes whose output is (images, channels), as the mean of an image is, and what is made of it.
     """
 
     def __init__(self, captured: Captured, recipe: Recipe, image: tuple[int, ...]) -> None:
@@ -97,6 +99,7 @@ class Builder:
         self.twins: dict[str, FloatTwin] = {}
         self.references: dict[str, tuple[View, Group | None]] = {}
         self.selected: dict[str, str] = {}
+        self.flat: set[str] = set()
 
     # --- what the float network has -----------------------------------------------------------------------------
 
@@ -186,6 +189,8 @@ class Builder:
             unique = f"{name}_{number}"
         self.modules[unique] = module
         self.nodes.append(Node(unique, tuple(inputs)))
+        if isinstance(module, (Mean, SelectToken)) or inputs[0] in self.flat:
+            self.flat.add(unique)
         if twin is not None:
             self.twins[unique] = twin
         if shows is not None:
@@ -213,7 +218,7 @@ class Builder:
         self.watch(node)
 
     def begin(
-        self, operation: Operation, node: str, group: Group, view: View | None = None, *, is_flat: bool = False
+        self, operation: Operation, node: str, group: Group, view: View | None = None
     ) -> Stream:  # fmt: skip
         """Return the stream that an operation's node makes.
 
@@ -222,10 +227,9 @@ class Builder:
             node: of the network.
             group: whose unit it has.
             view: what it stands for, if not the operation's output.
-            is_flat: see :class:`Stream`.
         """
         view = whole(operation) if view is None else view
         self.references[node] = view, group
         rows = math.prod(view.shape[:-1]) // BATCH
-        self.streams[operation] = Stream(node, rows, view.shape[-1], group, is_flat)
+        self.streams[operation] = Stream(node, rows, view.shape[-1], group, node in self.flat)
         return self.streams[operation]

@@ -121,7 +121,10 @@ def take(
     net.observed[seen] |= layer != "head"
     room = cv.HEAD_ROOM if layer == "head" else 1.0
     if source in net.values:
-        if rows.table.shape[1] != 1 or not rows.has_all_columns or not rows.is_plain:
+        if not rows.is_plain:
+            where = f"{source.kind} of {source.name or 'the model'}"
+            raise refusal(user, f"constants are added to, or multiplied with, what {where} computes before it")
+        if rows.table.shape[1] != 1 or not rows.has_all_columns:
             raise refusal(user, f"it takes a part of what {source.kind} of {source.name or 'the model'} computes")
         node = made = net.values[source]
         if not rows.is_whole:

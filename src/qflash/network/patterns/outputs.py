@@ -10,7 +10,7 @@ from torch import fx
 
 from .. import conversion as cv
 from ..capture.captured import Output
-from ..capture.operations import BATCH, Operation, View, counted
+from ..capture.operations import BATCH, Operation, UnsupportedError, View, counted
 from ..conversion import Grid
 from ..float_parts import FloatTwin
 from ..graph import IMAGES
@@ -31,7 +31,7 @@ def lower_select(net: Builder, operation: Operation) -> None:
     if not rows.is_whole or stream.is_flat:
         raise refusal(operation, "it takes some tokens of the residual stream")
     name = net.add(_below(operation, "select"), SelectToken(operation.token), stream.node, IMAGES)
-    net.begin(operation, name, stream.group, is_flat=True)
+    net.begin(operation, name, stream.group)
 
 
 def _below(operation: Operation, name: str) -> str:
@@ -66,7 +66,7 @@ def lower_mean(net: Builder, operation: Operation) -> None:
         net.watch(seen)
     else:
         group = net.group()
-        net.begin(operation, name, group, is_flat=True)
+        net.begin(operation, name, group)
 
     @net.fills
     def fill(ranges: Ranges) -> None:
@@ -94,7 +94,7 @@ def _mean_of_norm(
         raise refusal(operation, net.stands_before(operation))
     source = rows.source
     every = dataclasses.replace(rows, table=counted(source.rows // BATCH)[:, None])
-    norm = add_norm(net, every, operation, "int16")
+    norm, term = add_norm(net, every, operation, "int16"), rows.term_of_all(operation, "what is added to tokens differs")
     dtype = "int8"
     if matrix is None:
         dtype = "int32" if seen is None else "int16"
@@ -106,8 +106,9 @@ def _mean_of_norm(
     def fill(ranges: Ranges) -> None:
         inputs = None if seen is None else ranges[seen]
         weight = None if matrix is None else matrix.make()
+        made = ranges[source.node].with_constants(rows.factor, term)
         grid, scale, net.grids[norm.node] = cv.fill_norm_mean(
-            norm.module, module, norm.twin, ranges[source.node], inputs, norm.group.unit, weight
+            norm.module, module, norm.twin, made, inputs, norm.group.unit, weight
         )
         if grid is None:
             net.scales[node] = scale
@@ -131,7 +132,10 @@ def _taken_of_mean(net: Builder, operation: Operation) -> tuple[Matrix | None, f
 
 def lower_output(net: Builder, output: Output) -> str:
     """Return the node that makes an output."""
-    node = _made(net, output)
+    node, shape = _made(net, output), output.view.shape
+    if node in net.flat and len(shape) != 2:
+        shown = ", ".join(map(str, shape[1:]))
+        raise UnsupportedError(f"output {output.name!r} must have shape (batch, channels), has (batch, {shown}) of one row")
     if (tokens := output.arrangement) is None:
         return node
     made = Tokens(tokens.first, tokens.count, tokens.shape, tokens.channels_first, tokens.joined)
@@ -161,6 +165,9 @@ def _made(net: Builder, output: Output) -> str:
     if source.kind in ("linear", "add") and source not in net.streams:
         return _head(net, output)
     if source.kind == "mean" and source in net.values:
+        rows = rows_of(output.view, source)
+        if not (rows.is_whole and rows.is_plain):
+            raise refusal(source, "the output is a part of it, or constants are added to it or multiplied with it")
         return net.values[source]
     if source.kind == "unrotate":
         return _unrotate(net, source)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from ..capture.operations import BATCH, PLACES, Operation, UnsupportedError, View, call_behind, counted
+from ..capture.operations import BATCH, PLACES, Operation, UnsupportedError, View, call_behind, counted, place_of_rows
 
 _ALIKE = 1e-5
 """How far cosines and sines of a pair may lie apart, and beyond 1: they were computed in float32, or narrower."""
@@ -71,6 +71,11 @@ def positions_of(view: View, user: Operation, like: Positions | None = None) -> 
         for x in (plain, other)
     )
     cos, sin = cos, torch.where(known, sin, 0.0)
+    if bool((swapped := _comes_again(place % channels) & known).any()):
+        # the second channel of a pair has the first one's term first
+        place, partner = torch.where(swapped, partner, place), torch.where(swapped, place, partner)
+        cos, sin = torch.where(swapped, sin, cos), torch.where(swapped, cos, sin)
+        plain = dataclasses.replace(plain, index=place)
     if not torch.equal(cos, cos[:1].expand_as(cos)) or not torch.equal(sin, sin[:1].expand_as(sin)):
         raise _refusal(user, "images are rotated by different angles")
     first, second = _pairs(place % channels, partner % channels, known, user, like)
@@ -93,8 +98,16 @@ def positions_of(view: View, user: Operation, like: Positions | None = None) -> 
     plain = dataclasses.replace(plain, factor=None)
     seen = call_behind(operation.node, "rotated", rotated)
     # of texts each row is of the token that its first head is of
-    seen.meta[PLACES] = place[0, 0, :, 0] // channels
+    rows, below = place[0, 0, :, 0] // channels, place_of_rows(plain.source, view.shape[2])
+    seen.meta[PLACES] = rows if below is None else below[rows]
     return Positions(order, cos, sin, seen), plain
+
+
+def _comes_again(column: torch.Tensor) -> torch.Tensor:
+    """Tell of each of (..., channels) whether the same channel is among those before it in its row."""
+    values, order = column.sort(dim=-1, stable=True)
+    again = torch.zeros_like(column, dtype=torch.bool)
+    return again.scatter(-1, order[..., 1:], values[..., 1:] == values[..., :-1])
 
 
 def common_positions(user: Operation, parts: Sequence[Positions | None]) -> Positions | None:

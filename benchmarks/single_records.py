@@ -14,7 +14,7 @@ from qflash_lab.bench.tables import Column, names
 
 ROTATED, RANGES = "../archive/rotated_streams", "../archive/ranges_of_images"
 WORDS, SIZES = "../archive/bfloat16_words_h200", "../archive/image_sizes"
-TEXTS = "networks_bfloat16_texts_h200"
+TEXTS, BFLOAT16 = "networks_texts_h200", "networks_bfloat16_h200"
 
 
 def pair(*keys: str) -> Callable[[Row], str]:
@@ -79,12 +79,22 @@ def by_size() -> list[Group]:
     return groups(rows, "at", by=lambda row: " x ".join(map(str, row["size"])))
 
 
-MODELS = {"all-minilm-l6-v2": "MiniLM-L6", "clip-vit-base-patch32": "CLIP-B/32's text tower"}
+MODELS = {
+    "all-minilm-l6-v2": "MiniLM-L6", "clip-vit-base-patch32": "CLIP-B/32's text tower",
+    "clip-vit-large-patch14": "CLIP-L/14's text tower",
+}  # fmt: skip
 
 
-def model(row: Row) -> str:
+def model(group: Group) -> str:
     """Return what the table of texts calls a model."""
-    return MODELS.get(row["model"]) or shown(row["model"])
+    name = group[col.COMPILE][col.MODEL]
+    return MODELS.get(name) or shown(name)
+
+
+def texts() -> list[Group]:
+    """Return models in bfloat16, and text encoders."""
+    of_texts = groups(declared.rows(TEXTS), col.MODEL, col.DTYPE, col.BATCH)
+    return [*groups(declared.rows(BFLOAT16), col.MODEL, col.BATCH), *of_texts]
 
 
 def program() -> list[Row]:
@@ -151,11 +161,12 @@ TABLES = {
         lambda group: f"{declared.any_row(group)[FILE]}: calibration = {declared.any_row(group)['calibration']}",
     ),
     "record:texts": Table(
-        lambda: declared.rows(TEXTS),
+        texts,
         (
-            names("Model", model), names("Tokens", lambda row: row.get("tokens")), names("Batch", col.BATCH),
-            names("Type", col.DTYPE), Column("compiled, µs", "compiled_us", ".0f"), Column("integer, µs", "integer_us", ".0f"),
-            Column("integer ÷ compiled", col.RATIO, ".2f"),
+            names("Model", model), names("Tokens", lambda group: group[col.COMPILE].get("tokens")),
+            names("Batch", declared.one(col.BATCH)), names("Type", lambda group: group[col.COMPILE][col.DTYPE]),
+            Column("compiled, µs", Of(col.COMPILE), ".0f"), Column("integer, µs", Of(col.INTEGER), ".0f"),
+            Column("integer ÷ compiled", Of(col.INTEGER, col.RATIO), ".2f"),
         ),
     ),
     "record:words": Table(

@@ -2,7 +2,7 @@
 
 Models have published configurations (``configurations`` beside this script), random weights, and texts without padding.
 
-    python benchmarks/text_networks.py [--model all-minilm-l6-v2] [--batch 1] [--dtype float16] [--name text_networks_h200]
+    python benchmarks/text_networks.py [--model all-minilm-l6-v2] [--batch 1] [--dtype float16] [--name networks_texts_h200]
 
 writes results/NAME.json beside this script, keeping the rows that were not measured, and the table of docs/integer_network.md;
 with --tables only that. Needs transformers.

@@ -413,6 +413,11 @@ static void tile_once(int rows, const product *by) {
         return;
     }
 #endif
+    /* without a copy where there is nothing to change: it would wait for what was just written to `by` */
+    if (rows <= ROWS) {
+        tile_few(rows, by);
+        return;
+    }
     product part = *by;
     for (; rows > 0; rows -= ROWS, part.a += ROWS * part.a_stride, part.c += ROWS * part.c_stride)
         tile_few(rows < ROWS ? rows : ROWS, &part);

@@ -79,6 +79,9 @@ typedef int16_t right_operand;
 #endif
 
 typedef int32_t vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t unsigned_vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int16_t vector16 __attribute__((vector_size(2 * LANES)));
+typedef int8_t vector8 __attribute__((vector_size(LANES)));
 typedef int32_t group __attribute__((aligned(1), may_alias));
 
 /* --- fixed point ------------------------------------------------------------------------------------------ */
@@ -189,8 +192,8 @@ INLINE vector scaled(vector x, const scaling *by) {
 #endif
 }
 
-/* sum + a * b in every lane, where a is from 0 to 2^15 - 1 and b fits 16 bits */
-INLINE vector add_product(vector sum, vector a, vector b) {
+/* sum + a0 * b0 + a1 * b1 in every lane, over its two 16-bit integers; two times 2^30 is -2^31 */
+INLINE vector add_pairs(vector sum, vector a, vector b) {
 #if defined(__AVX512BW__) && defined(__AVX512VNNI__)
     return (vector)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
 #elif defined(__AVX512BW__)
@@ -201,6 +204,20 @@ INLINE vector add_product(vector sum, vector a, vector b) {
     return sum + (vector)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #elif defined(__SSE2__)
     return sum + (vector)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#elif defined(__wasm_simd128__)
+    return (vector)wasm_i32x4_add((v128_t)sum, wasm_i32x4_dot_i16x8((v128_t)a, (v128_t)b));
+#elif defined(ARM_VECTORS)
+    const int32x4_t first = vmull_s16(vget_low_s16((int16x8_t)a), vget_low_s16((int16x8_t)b));
+    return sum + (vector)vpaddq_s32(first, vmull_high_s16((int16x8_t)a, (int16x8_t)b));
+#else
+    return sum + (vector)((unsigned_vector)((a << 16 >> 16) * (b << 16 >> 16)) + (unsigned_vector)((a >> 16) * (b >> 16)));
+#endif
+}
+
+/* sum + a * b in every lane, where a is from 0 to 2^15 - 1 and b fits 16 bits */
+INLINE vector add_product(vector sum, vector a, vector b) {
+#ifdef __SSE2__
+    return add_pairs(sum, a, b);
 #else
     return sum + a * b;
 #endif
@@ -221,7 +238,16 @@ INLINE vector smaller(vector a, vector b) {
 #endif
 }
 
-INLINE vector larger(vector a, vector b) { return ~smaller(~a, ~b); }
+INLINE vector larger(vector a, vector b) {
+#if defined(__AVX512BW__)
+    return (vector)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (vector)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+    return ~smaller(~a, ~b);
+#endif
+}
+
 INLINE vector all_lanes(int32_t x) { return (vector){0} + x; }
 
 INLINE vector magnitude_of(vector x) {
@@ -234,31 +260,111 @@ INLINE vector magnitude_of(vector x) {
 #endif
 }
 
+INLINE int64_t sum_lanes(vector x) {
+    int32_t lanes[LANES];
+    int64_t sum = 0;
+    memcpy(lanes, &x, sizeof lanes);
+    for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
+    return sum;
+}
+
+/* --- vectors in memory ------------------------------------------------------------------------------------- */
+
+/* Clamps to [-end - 1, end]. */
+INLINE vector saturated(vector x, int32_t end) { return larger(smaller(x, all_lanes(end)), all_lanes(-end - 1)); }
+
+INLINE vector16 saturated16(vector x) {
+#if defined(__AVX512BW__)
+    return (vector16)_mm512_cvtsepi32_epi16((__m512i)x);
+#elif defined(__AVX2__)
+    return (vector16)_mm_packs_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+#elif defined(__wasm_simd128__)
+    const v128_t narrow = wasm_i16x8_narrow_i32x4((v128_t)x, (v128_t)x);
+    vector16 low;
+    memcpy(&low, &narrow, sizeof low);
+    return low;
+#elif defined(ARM_VECTORS)
+    return (vector16)vqmovn_s32((int32x4_t)x);
+#else
+    return __builtin_convertvector(saturated(x, 32767), vector16);
+#endif
+}
+
+INLINE vector8 saturated8(vector x) {
+#if defined(__AVX512BW__)
+    return (vector8)_mm512_cvtsepi32_epi8((__m512i)x);
+#elif defined(__AVX2__)
+    const __m128i middle = (__m128i)saturated16(x), narrow = _mm_packs_epi16(middle, middle);
+    vector8 low;
+    memcpy(&low, &narrow, sizeof low);
+    return low;
+#elif defined(__wasm_simd128__)
+    const v128_t middle = wasm_i16x8_narrow_i32x4((v128_t)x, (v128_t)x), narrow = wasm_i8x16_narrow_i16x8(middle, middle);
+    vector8 low;
+    memcpy(&low, &narrow, sizeof low);
+    return low;
+#else
+    return __builtin_convertvector(saturated(x, 127), vector8);
+#endif
+}
+
+/* n <= LANES numbers of int16 in 32 bits, and 0 */
+INLINE vector load16(const int16_t *from, int64_t n) {
+    vector16 x = {0};
+    if (n == LANES) memcpy(&x, from, sizeof x);
+    else memcpy(&x, from, 2 * n);
+#if defined(__AVX512BW__)
+    return (vector)_mm512_cvtepi16_epi32((__m256i)x); /* GCC's conversion below is that of two halves */
+#elif defined(__AVX2__)
+    return (vector)_mm256_cvtepi16_epi32((__m128i)x);
+#else
+    return __builtin_convertvector(x, vector);
+#endif
+}
+
+/* n <= LANES numbers of int32, and 0 */
+INLINE vector load32(const int32_t *from, int64_t n) {
+    vector x = {0};
+    if (n == LANES) memcpy(&x, from, sizeof x);
+#if defined(__AVX512BW__)
+    else x = (vector)_mm512_maskz_loadu_epi32((__mmask16)((1 << n) - 1), from);
+#else
+    else memcpy(&x, from, 4 * n);
+#endif
+    return x;
+}
+
+/* Writes n <= LANES numbers of 1, 2 or 4 bytes, saturated. */
+INLINE void store(void *to, vector x, const int64_t bytes, int64_t n) {
+    if (bytes == 1) {
+        vector8 narrow = saturated8(x);
+        if (n == LANES) memcpy(to, &narrow, sizeof narrow);
+        else memcpy(to, &narrow, n);
+    } else if (bytes == 2) {
+        vector16 narrow = saturated16(x);
+        if (n == LANES) memcpy(to, &narrow, sizeof narrow);
+        else memcpy(to, &narrow, 2 * n);
+    } else if (n == LANES) {
+        memcpy(to, &x, sizeof x);
+    } else {
+        memcpy(to, &x, 4 * n);
+    }
+}
+
 /* --- matrix product --------------------------------------------------------------------------------------- */
 
 /* sum + a0 * b0 + a1 * b1 + ... in every lane, over the GROUP operands of the lane */
 INLINE vector add_products(vector sum, vector a, vector b) {
 #if defined(__AVX512BW__) && defined(__AVX512VNNI__)
     return (vector)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
-#elif defined(__AVX512BW__)
-    return sum + (vector)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif defined(__AVXVNNI__)
+#elif !defined(__AVX512BW__) && defined(__AVXVNNI__)
     return (vector)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
-#elif defined(__AVX2__)
-    return sum + (vector)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#elif defined(__SSE2__)
-    return sum + (vector)_mm_madd_epi16((__m128i)a, (__m128i)b);
-#elif defined(__wasm_simd128__)
-    return (vector)wasm_i32x4_add((v128_t)sum, wasm_i32x4_dot_i16x8((v128_t)a, (v128_t)b));
 #elif defined(ARM_VECTORS) && defined(__ARM_FEATURE_MATMUL_INT8)
     return (vector)vusdotq_s32((int32x4_t)sum, (uint8x16_t)a, (int8x16_t)b);
 #elif defined(ARM_VECTORS) && defined(__ARM_FEATURE_DOTPROD)
     return (vector)vdotq_s32((int32x4_t)sum, (int8x16_t)a, (int8x16_t)b);
-#elif defined(ARM_VECTORS)
-    const int32x4_t first = vmull_s16(vget_low_s16((int16x8_t)a), vget_low_s16((int16x8_t)b));
-    return sum + (vector)vpaddq_s32(first, vmull_high_s16((int16x8_t)a, (int16x8_t)b));
 #else
-    return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+    return add_pairs(sum, a, b);
 #endif
 }
 

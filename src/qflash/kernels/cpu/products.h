@@ -529,9 +529,10 @@ static void tile_once(int rows, const product *by) {
         tile_few(rows < ROWS ? rows : ROWS, &part);
 }
 
-__attribute__((unused)) static void tile(int rows, product by) {
-    for (; rows > 0; rows -= TILE_ROWS, by.a += TILE_ROWS * by.a_stride, by.c += TILE_ROWS * by.c_stride)
-        tile_once(rows < TILE_ROWS ? rows : TILE_ROWS, &by);
+/* Any number of rows; `by` is behind them afterwards. */
+__attribute__((unused)) static void tile(int rows, product *by) {
+    for (; rows > 0; rows -= TILE_ROWS, by->a += TILE_ROWS * by->a_stride, by->c += TILE_ROWS * by->c_stride)
+        tile_once(rows < TILE_ROWS ? rows : TILE_ROWS, by);
 }
 
 /* n, and what is read behind it */

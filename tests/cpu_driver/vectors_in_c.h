@@ -36,11 +36,6 @@ static inline __m512i multiply(__m512i a, __m512i b) {
     for (int i = 0; i < 8; i++) z.longs[i] = (int64_t)x.words[2 * i] * y.words[2 * i];
     return z.all;
 }
-static inline __m512i shift(__m512i a, int by) {
-    parts x = {a};
-    for (int i = 0; i < 8; i++) x.longs[i] = (int64_t)((uint64_t)x.longs[i] >> by);
-    return x.all;
-}
 static inline __m512i all_longs(int64_t a) {
     parts z;
     for (int i = 0; i < 8; i++) z.longs[i] = a;
@@ -118,7 +113,7 @@ static inline __m512i to_words(__m256i a) {
 #define _mm512_madd_epi16 madd
 #define _mm512_dpbusd_epi32 add_bytes
 #define _mm512_mul_epi32 multiply
-#define _mm512_srli_epi64 shift
+#define _mm512_shuffle_epi32(a, order) shuffle(a, 0xffff, a, order)
 #define _mm512_set1_epi64 all_longs
 #define _mm512_add_epi64 add_longs
 #define _mm512_dpwssd_epi32 add_products_of_pairs

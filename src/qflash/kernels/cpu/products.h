@@ -94,15 +94,22 @@ INLINE int64_t at_most(int64_t x, int64_t most) { return x < most ? x : most; }
 INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 INLINE int bit_length(int64_t x) { return x ? 64 - __builtin_clzll((uint64_t)x) : 0; }
 
+/* Every second lane in place of the one before: a shuffle, since shifts and products share units on some CPUs */
+#if defined(__AVX512BW__)
+INLINE __m512i odd_lanes(__m512i x) { return _mm512_shuffle_epi32(x, (_MM_PERM_ENUM)0xF5); }
+#elif defined(__AVX2__)
+INLINE __m256i odd_lanes(__m256i x) { return _mm256_shuffle_epi32(x, 0xF5); }
+#endif
+
 /* (a * b) >> 32 in every lane */
 INLINE vector high_product(vector a, vector b) {
 #if defined(__AVX512BW__)
     __m512i even = _mm512_mul_epi32((__m512i)a, (__m512i)b);
-    __m512i odd = _mm512_mul_epi32(_mm512_srli_epi64((__m512i)a, 32), _mm512_srli_epi64((__m512i)b, 32));
+    __m512i odd = _mm512_mul_epi32(odd_lanes((__m512i)a), odd_lanes((__m512i)b));
     return (vector)_mm512_mask_shuffle_epi32(odd, 0x5555, even, 0xF5);
 #elif defined(__AVX2__)
     __m256i even = _mm256_mul_epi32((__m256i)a, (__m256i)b);
-    __m256i odd = _mm256_mul_epi32(_mm256_srli_epi64((__m256i)a, 32), _mm256_srli_epi64((__m256i)b, 32));
+    __m256i odd = _mm256_mul_epi32(odd_lanes((__m256i)a), odd_lanes((__m256i)b));
     return (vector)_mm256_blend_epi32(_mm256_shuffle_epi32(even, 0xF5), odd, 0xAA);
 #elif defined(__wasm_simd128__)
     const v128_t first = wasm_i64x2_extmul_low_i32x4((v128_t)a, (v128_t)b);
@@ -122,12 +129,12 @@ INLINE vector rounded_product(vector a, vector b) {
 #if defined(__AVX512BW__)
     const __m512i half = _mm512_set1_epi64(1LL << 31);
     __m512i even = _mm512_add_epi64(_mm512_mul_epi32((__m512i)a, (__m512i)b), half);
-    __m512i odd = _mm512_mul_epi32(_mm512_srli_epi64((__m512i)a, 32), _mm512_srli_epi64((__m512i)b, 32));
+    __m512i odd = _mm512_mul_epi32(odd_lanes((__m512i)a), odd_lanes((__m512i)b));
     return (vector)_mm512_mask_shuffle_epi32(_mm512_add_epi64(odd, half), 0x5555, even, 0xF5);
 #elif defined(__AVX2__)
     const __m256i half = _mm256_set1_epi64x(1LL << 31);
     __m256i even = _mm256_add_epi64(_mm256_mul_epi32((__m256i)a, (__m256i)b), half);
-    __m256i odd = _mm256_mul_epi32(_mm256_srli_epi64((__m256i)a, 32), _mm256_srli_epi64((__m256i)b, 32));
+    __m256i odd = _mm256_mul_epi32(odd_lanes((__m256i)a), odd_lanes((__m256i)b));
     return (vector)_mm256_blend_epi32(_mm256_shuffle_epi32(even, 0xF5), _mm256_add_epi64(odd, half), 0xAA);
 #elif defined(__wasm_simd128__)
     const v128_t half = wasm_i64x2_splat(1LL << 31);
@@ -161,15 +168,15 @@ INLINE scaling make_scaling(vector multiplier, vector bias) {
 #if defined(__AVX512BW__)
     const __m512i half = _mm512_set1_epi64(1LL << 31);
     by.even = (__m512i)multiplier;
-    by.odd = _mm512_srli_epi64((__m512i)multiplier, 32);
+    by.odd = odd_lanes((__m512i)multiplier);
     by.add_even = _mm512_add_epi64(_mm512_mul_epi32((__m512i)bias, by.even), half);
-    by.add_odd = _mm512_add_epi64(_mm512_mul_epi32(_mm512_srli_epi64((__m512i)bias, 32), by.odd), half);
+    by.add_odd = _mm512_add_epi64(_mm512_mul_epi32(odd_lanes((__m512i)bias), by.odd), half);
 #elif defined(__AVX2__)
     const __m256i half = _mm256_set1_epi64x(1LL << 31);
     by.even = (__m256i)multiplier;
-    by.odd = _mm256_srli_epi64((__m256i)multiplier, 32);
+    by.odd = odd_lanes((__m256i)multiplier);
     by.add_even = _mm256_add_epi64(_mm256_mul_epi32((__m256i)bias, by.even), half);
-    by.add_odd = _mm256_add_epi64(_mm256_mul_epi32(_mm256_srli_epi64((__m256i)bias, 32), by.odd), half);
+    by.add_odd = _mm256_add_epi64(_mm256_mul_epi32(odd_lanes((__m256i)bias), by.odd), half);
 #else
     by.multiplier = multiplier;
     by.bias = bias;
@@ -181,11 +188,11 @@ INLINE scaling make_scaling(vector multiplier, vector bias) {
 INLINE vector scaled(vector x, const scaling *by) {
 #if defined(__AVX512BW__)
     const __m512i even = _mm512_add_epi64(_mm512_mul_epi32((__m512i)x, by->even), by->add_even);
-    const __m512i odd = _mm512_add_epi64(_mm512_mul_epi32(_mm512_srli_epi64((__m512i)x, 32), by->odd), by->add_odd);
+    const __m512i odd = _mm512_add_epi64(_mm512_mul_epi32(odd_lanes((__m512i)x), by->odd), by->add_odd);
     return (vector)_mm512_mask_shuffle_epi32(odd, 0x5555, even, 0xF5);
 #elif defined(__AVX2__)
     const __m256i even = _mm256_add_epi64(_mm256_mul_epi32((__m256i)x, by->even), by->add_even);
-    const __m256i odd = _mm256_add_epi64(_mm256_mul_epi32(_mm256_srli_epi64((__m256i)x, 32), by->odd), by->add_odd);
+    const __m256i odd = _mm256_add_epi64(_mm256_mul_epi32(odd_lanes((__m256i)x), by->odd), by->add_odd);
     return (vector)_mm256_blend_epi32(_mm256_shuffle_epi32(even, 0xF5), odd, 0xAA);
 #else
     return rounded_product(x + by->bias, by->multiplier);

@@ -217,13 +217,14 @@ typedef struct {
     int32_t *begin;              /* -SHIFTED times the sum of each key's channels, from which its scores start */
     int32_t *sum;                /* products with V; 8 bits of P times SECTION_KEYS keys fit */
     int64_t *numerator;          /* the same in 64 bits, for online, for 15 bits of P and for longer rows */
-    int32_t *multiplier;         /* int8 output: fixed_point.output_multiplier of every channel; its shift is divided */
+    /* of every head and channel: */
+    int32_t *multiplier;         /* int8 output: fixed_point.output_multiplier; its shift is divided */
     int32_t *shift, *round;      /* into a shift without rounding and one by `round` (0 or 1) with rounding half up */
     float *scale;                /* float output: value scale, NaN where it is not usable */
     float *offset;               /* float output: added to it */
     int32_t *mean;               /* exact row sums: twice the mean of every channel of V, which the missing mass gets */
     int64_t head;                /* the head whose keys and values are packed, -1 for none */
-    int64_t out_head;            /* the head whose output scales are prepared, -1 for none */
+    int64_t out_head;            /* the head whose output scales were prepared last, -1 for none */
     pair reference;
     int usable_key;
 } workspace;
@@ -244,6 +245,14 @@ INLINE void copy_row(const int8_t *from, int64_t stride, int64_t n, int add, rig
         for (int64_t k = 0; k < n; k++) to[k] = (right_operand)(from[k * stride] + add);
 }
 
+/* Sums of LANES columns of a packed panel, over `depth` rows */
+INLINE vector column_sums(const right_operand *panel, int64_t depth) {
+    const int32_t ones = GROUP == 4 ? 0x01010101 : 0x00010001;
+    vector sum = {0};
+    for (int64_t k = 0; k < depth; k += GROUP) sum = add_products(sum, all_lanes(ones), *(const vector *)(panel + k * WIDTH));
+    return sum;
+}
+
 static void pack_head(const problem *x, workspace *w, int64_t z, int64_t head) {
     const int64_t d = x->head_dim, n = x->keys;
     const int8_t *key = x->key + z * x->k[0] + head * x->k[1], *value = x->value + z * x->v[0] + head * x->v[1];
@@ -257,30 +266,27 @@ static void pack_head(const problem *x, workspace *w, int64_t z, int64_t head) {
             if (j >= inside) memset(row, 0, sizeof(right_operand) * d);
             else copy_row(from, x->k[3], d, 0, row);
             for (int64_t k = d; k < grouped(d); k++) row[k] = 0;
-            int32_t sum = 0;
-            for (int64_t k = 0; SHIFTED && k < d; k++) sum += row[k];
-            w->begin[start + j] = -SHIFTED * sum;
         }
         for (int64_t k = 0; k < grouped(d); k += GROUP)
             for (int64_t j = 0; j < WIDTH; j++)
                 ((group *)(panel + k * WIDTH))[j] = *(const group *)(rows + j * grouped(d) + k);
+        for (int64_t j = 0; j < WIDTH; j += LANES)
+            *(vector *)(w->begin + start + j) = -SHIFTED * column_sums(panel + j * GROUP, grouped(d));
     }
     for (int64_t start = 0; start < x->value_dim; start += WIDTH) {
         right_operand *panel = w->value + start * grouped(n);
         int64_t inside = at_most(WIDTH, x->value_dim - start);
-        int32_t total[WIDTH] = {0};
         for (int64_t j = 0; j < grouped(n); j += GROUP) {
             right_operand rows[GROUP][WIDTH] = {0};
             for (int64_t g = 0; g < at_most(GROUP, n - j); g++)
                 copy_row(value + (j + g) * x->v[2] + start * x->v[3], x->v[3], inside, 0, rows[g]);
             for (int64_t c = 0; c < WIDTH; c++)
-                for (int g = 0; g < GROUP; g++) {
-                    panel[j * WIDTH + c * GROUP + g] = rows[g][c];
-                    total[c] += rows[g][c];
-                }
+                for (int g = 0; g < GROUP; g++) panel[j * WIDTH + c * GROUP + g] = rows[g][c];
         }
-        for (int64_t c = 0; x->exact && c < WIDTH; c++)
-            w->mean[start + c] = (int32_t)((multiply_high(total[c] * 8, x->inverse_count) + 1) >> 1);
+        for (int64_t c = 0; x->exact && c < WIDTH; c += LANES) {
+            const vector total = column_sums(panel + c * GROUP, grouped(n));
+            *(vector *)(w->mean + start + c) = (high_product(total * 8, all_lanes((int32_t)x->inverse_count)) + 1) >> 1;
+        }
     }
     const float *scale = x->key_scale + z * x->ks[0] + head * x->ks[1];
     w->reference = split_scale(*scale);
@@ -306,35 +312,57 @@ INLINE vector lane_numbers(void) {
     return number;
 }
 
+INLINE int32_t largest_lane(vector x) {
+    int32_t lanes[LANES], most = INT32_MIN;
+    memcpy(lanes, &x, sizeof lanes);
+    for (int lane = 0; lane < LANES; lane++) most = lanes[lane] > most ? lanes[lane] : most;
+    return most;
+}
+
+/* n <= LANES biases or, as 0 and others, of a boolean mask, from one of a row on; 0 behind them */
+INLINE vector mask_lanes(const problem *x, int64_t at, int64_t n) {
+    const int32_t *bias = (const int32_t *)x->mask + at;
+    const uint8_t *shown = (const uint8_t *)x->mask + at;
+    const int64_t step = x->m[3];
+    if (x->masked == 2 && step == 1) return load32(bias, n);
+    int32_t found[LANES] = {0};
+    for (int64_t j = 0; j < n; j++) found[j] = x->masked == 2 ? bias[j * step] : shown[j * step];
+    return load32(found, LANES);
+}
+
+INLINE vector chosen(vector condition, vector a, vector b) { return (a & condition) | (b & ~condition); }
+
 /* Turns a row of Q K^T into scores in the unit of reference._Scores.tile, with a bias in octaves; keys that take no part
- * are MASKED. */
-static void row_scores(
-    const problem *x, const workspace *w, int32_t *restrict s, int64_t n, int64_t width, int64_t z, int64_t h, int64_t i, pair by,
-    int drop
+ * are MASKED. Returns the largest. */
+static int32_t row_scores(
+    const problem *x, const workspace *w, int32_t *s, int64_t n, int64_t z, int64_t h, int64_t i, pair by, int drop
 ) {
-    const int32_t *restrict column = w->column;
-    const int64_t m_stride = x->m[3];
     const int64_t mask_at = x->masked ? (z % x->period) * x->m[0] + h * x->m[1] + i * x->m[2] : 0;
-    if (x->key_token)
-        for (int64_t j = 0; j < n; j++) s[j] = s[j] * column[j];
-    if (x->masked == 2) {
-        const int32_t *mask = (const int32_t *)x->mask + mask_at;
-        const int shift = 16 - (int)by.exponent;
-        for (int64_t j = 0; j < n; j++) {
-            int32_t bias = mask[j * m_stride];
-            int32_t scaled = x->key_token ? (int32_t)((int64_t)s[j] * by.mantissa >> 32) : s[j] * (int32_t)by.mantissa >> drop;
-            s[j] = bias > BIAS_LIMIT ? bias : bias == BIAS_MASKED ? MASKED : scaled + (bias >> shift);
-        }
-    } else if (x->masked == 1) {
-        const uint8_t *mask = (const uint8_t *)x->mask + mask_at;
-        for (int64_t j = 0; j < n; j++) s[j] = mask[j * m_stride] ? s[j] : MASKED;
-    }
     const int64_t seen = x->causal && i + 1 < n ? i + 1 : n;
-    /* whole vectors: a vector load of data that is still in the store buffer as several smaller stores would stall */
-    for (int64_t j = seen / LANES * LANES; j < width; j += LANES) {
-        vector inside = lane_numbers() + (int32_t)j < (vector){0} + (int32_t)seen;
-        *(vector *)(s + j) = (*(vector *)(s + j) & inside) | (((vector){0} + MASKED) & ~inside);
+    const vector masked = all_lanes(MASKED), multiplier = all_lanes((int32_t)by.mantissa);
+    const int shift = 16 - (int)by.exponent;
+    vector most = masked;
+    for (int64_t j = 0; j < n; j += LANES) {
+        const int64_t inside = n - j;
+        vector one = *(const vector *)(s + j);
+        if (x->key_token) one *= *(const vector *)(w->column + j);
+        if (x->masked) {
+            const int64_t at = mask_at + j * x->m[3];
+            const vector mask = inside >= LANES ? mask_lanes(x, at, LANES) : mask_lanes(x, at, inside);
+            if (x->masked == 2) {
+                if (x->key_token) one = high_product(one, multiplier);
+                else one = one * multiplier >> drop;
+                one += mask >> shift;
+                one = chosen(mask == all_lanes(BIAS_MASKED), masked, chosen(mask > all_lanes(BIAS_LIMIT), mask, one));
+            } else {
+                one = chosen(mask == all_lanes(0), masked, one);
+            }
+        }
+        if (j + LANES > seen) one = chosen(lane_numbers() + (int32_t)j < all_lanes((int32_t)seen), one, masked);
+        *(vector *)(s + j) = one;
+        most = larger(most, one);
     }
+    return largest_lane(most);
 }
 
 /* Prepares the output factors of the channels of a head. */
@@ -342,16 +370,18 @@ static void output_scales(const problem *x, workspace *w, int64_t z, int64_t h) 
     const float *value_scale = x->value_scale + z * x->vs[0] + h / (x->heads / x->key_heads) * x->vs[1];
     const float *output_scale = x->output_scale + z * x->os[0] + h / x->output_group * x->os[1];
     const float *offset = x->offset ? x->offset + z * x->vo[0] + h / (x->heads / x->key_heads) * x->vo[1] : NULL;
+    const int64_t first = h * padded(x->value_dim);
+    int32_t *multiplier = w->multiplier + first, *shift = w->shift + first, *round = w->round + first;
     pair by = {0, 0};
     for (int64_t c = 0; c < x->value_dim; c++) {
         float scale = value_scale[c * x->vs[2]];
-        w->scale[c] = usable(scale) ? scale : NAN;
-        if (offset) w->offset[c] = offset[c * x->vo[2]];
+        w->scale[first + c] = usable(scale) ? scale : NAN;
+        if (offset) w->offset[first + c] = offset[c * x->vo[2]];
         if (!x->int8_output) continue;
         if (c == 0 || x->vs[2] || x->os[2]) by = output_multiplier(scale, output_scale[c * x->os[2]]);
-        w->multiplier[c] = (int32_t)by.mantissa;
-        w->round[c] = by.exponent > 0;
-        w->shift[c] = (int32_t)by.exponent - w->round[c];
+        multiplier[c] = (int32_t)by.mantissa;
+        round[c] = by.exponent > 0;
+        shift[c] = (int32_t)by.exponent - round[c];
     }
 }
 
@@ -364,13 +394,13 @@ INLINE int32_t left_aligned(int64_t numerator, int bits) {
  * that is NULL. */
 static void finish_row(
     const problem *x, const workspace *w, int32_t *restrict sum, const int64_t *restrict numerator, int64_t denominator, int bad,
-    int64_t at
+    int64_t h, int64_t at
 ) {
-    const int64_t channels = x->value_dim;
+    const int64_t channels = x->value_dim, first = h * padded(channels);
     const int length = bit_length(denominator), bits = x->exact && length ? length - FINE_BITS : length;
     const int64_t upper = length > 31 ? denominator >> (length - 31) : denominator << (31 - (length ? length : 1));
     const int32_t inverse = (int32_t)reciprocal(denominator ? upper : 1 << 30);
-    const float *restrict scale = w->scale, *restrict offset = w->offset;
+    const float *restrict scale = w->scale + first, *restrict offset = w->offset + first;
     if (x->floor_output)
         for (int64_t c = 0; c < channels; c++) {
             int64_t one = numerator ? numerator[c] : sum[c];
@@ -378,23 +408,22 @@ static void finish_row(
             sum[c] = denominator ? (int32_t)(whole + (remainder >= denominator) - (remainder < 0)) : 0;
         }
     if (x->int8_output) {
-        int8_t *restrict out = (int8_t *)x->out + at;
-        const int up = bits < 24 ? 24 - bits : 0, down = bits > 24 ? bits - 24 : 0;
+        int8_t *out = (int8_t *)x->out + at;
+        int up = 0, down = 0;
         if (x->floor_output)
             for (int64_t c = 0; c < channels; c++) sum[c] *= 1 << 23;
         else if (numerator)
             for (int64_t c = 0; c < channels; c++) sum[c] = left_aligned(numerator[c], bits);
         else /* left_aligned in 32 bits: vectors have twice as many of these lanes as of 64 bits */
-            for (int64_t c = 0; c < channels; c++) sum[c] = (int32_t)((uint32_t)sum[c] << up) >> down;
+            up = bits < 24 ? 24 - bits : 0, down = bits > 24 ? bits - 24 : 0;
         for (int64_t c = 0; c < channels; c += LANES) {
-            vector multiplier = *(const vector *)(w->multiplier + c), round = *(const vector *)(w->round + c);
-            vector by = x->floor_output ? multiplier >> 2 : rounded_product((vector){0} + inverse, multiplier);
-            vector rounded = high_product(*(const vector *)(sum + c), by) >> *(const vector *)(w->shift + c);
-            *(vector *)(sum + c) = (rounded + round) >> round;
-        }
-        for (int64_t c = 0; c < channels; c++) {
-            int32_t one = sum[c] > 127 ? 127 : sum[c];
-            out[c] = (int8_t)(one < -128 ? -128 : one);
+            const vector multiplier = *(const vector *)(w->multiplier + first + c), round = *(const vector *)(w->round + first + c);
+            const vector by = x->floor_output ? multiplier >> 2 : rounded_product(all_lanes(inverse), multiplier);
+            const vector aligned = (*(const vector *)(sum + c) << up) >> down;
+            const vector shifted = high_product(aligned, by) >> *(const vector *)(w->shift + first + c);
+            const vector rounded = (shifted + round) >> round;
+            if (channels - c >= LANES) store(out + c, rounded, 1, LANES);
+            else store(out + c, rounded, 1, channels - c);
         }
         return;
     }
@@ -440,7 +469,7 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
         copy_row(from, x->q[3], d, SHIFTED, (right_operand *)w->query + r * grouped(d));
     }
     for (int64_t start = 0; start < n; start += WIDTH)
-        tile(rows, (product){
+        tile(rows, &(product){
             w->query, w->key + start * grouped(d), w->s + start, grouped(d), line, d, 0, n - start <= LANES,
             SHIFTED ? w->begin + start : NULL,
         });
@@ -459,9 +488,7 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
             multiplier[r] = multiplier[r - 1];
         }
         int32_t *s = w->s + r * line;
-        row_scores(x, w, s, n, width, z, h, first + r, multiplier[r], drop);
-        int32_t most = MASKED;
-        for (int64_t j = 0; j < width; j++) most = s[j] > most ? s[j] : most;
+        const int32_t most = row_scores(x, w, s, n, z, h, first + r, multiplier[r], drop);
         row_max[r] = most;
         bad[r] = !usable(scale) || !w->usable_key || (kind == BIAS && most >= POISON);
         total[r] = 0;
@@ -511,7 +538,7 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
             for (int high = by.bits == 15; high >= 0; high--) {
                 const left_operand *p = high ? w->upper : w->p;
                 const int32_t weight = high ? 256 : 1;
-                tile(rows, (product){
+                tile(rows, &(product){
                     p + start, w->value + c * grouped(x->keys) + start * WIDTH, w->sum + c, p_line, channels, depth,
                     !wide && block > 0, x->value_dim - c <= LANES, NULL,
                     1,
@@ -539,7 +566,7 @@ static void attend(const problem *x, workspace *w, int64_t z, int64_t h, int64_t
         if (by.online)
             for (int64_t c = 0; c < channels; c++) numerator[c] = clamp(numerator[c], -128 * total[r], 128 * total[r]);
         finish_row(
-            x, w, w->sum + r * channels, numerator, total[r], bad[r], z * x->o[0] + h * x->o[1] + (first + r) * x->o[2]
+            x, w, w->sum + r * channels, numerator, total[r], bad[r], h, z * x->o[0] + h * x->o[1] + (first + r) * x->o[2]
         );
     }
 }
@@ -554,13 +581,13 @@ static int64_t divide(const problem *x, workspace *w, char *memory) {
     w->s = next_array(memory, &taken, 4 * BLOCK * line);
     w->column = next_array(memory, &taken, 4 * line);
     w->begin = next_array(memory, &taken, 4 * line);
-    w->multiplier = next_array(memory, &taken, 4 * channels);
-    w->shift = next_array(memory, &taken, 4 * channels);
-    w->round = next_array(memory, &taken, 4 * channels);
+    w->multiplier = next_array(memory, &taken, 4 * x->heads * channels);
+    w->shift = next_array(memory, &taken, 4 * x->heads * channels);
+    w->round = next_array(memory, &taken, 4 * x->heads * channels);
     w->sum = next_array(memory, &taken, 4 * BLOCK * channels);
     w->mean = next_array(memory, &taken, 4 * channels);
-    w->scale = next_array(memory, &taken, 4 * channels);
-    w->offset = next_array(memory, &taken, 4 * channels);
+    w->scale = next_array(memory, &taken, 4 * x->heads * channels);
+    w->offset = next_array(memory, &taken, 4 * x->heads * channels);
     w->key = next_array(memory, &taken, operand * line * depth);
     w->value = next_array(memory, &taken, operand * (channels * grouped(x->keys) + STEP * WIDTH));
     w->query = next_array(memory, &taken, operand * BLOCK * depth);
@@ -590,6 +617,7 @@ static void attend_part(const void *given, worker me) {
     const problem *x = given;
     const int64_t blocks = (x->queries + BLOCK - 1) / BLOCK, group = x->heads / x->key_heads;
     const share mine = share_of(me, x->batch * x->heads * blocks);
+    const int64_t first_head = mine.begin / blocks;
     workspace w = {0};
     char *memory = (char *)x->scratch + me.number * workspace_bytes(x);
     prepare(x, &w, memory);
@@ -603,7 +631,8 @@ static void attend_part(const void *given, worker me) {
         }
         if (w.out_head != z * x->heads + h) {
             w.out_head = z * x->heads + h;
-            output_scales(x, &w, z, h);
+            /* those of a head may be the same for the whole batch */
+            if (w.out_head < first_head + x->heads || x->vs[0] || x->os[0] || x->vo[0]) output_scales(x, &w, z, h);
         }
         attend(x, &w, z, h, first, (int)at_most(BLOCK, x->queries - first));
     }

@@ -17,6 +17,7 @@
 #define BLOCK_BYTES (1 << 17)
 #endif
 #define PACKED 64             /* inputs that are packed at a time */
+#define ROWS_AT_ONCE 16       /* of layer normalisation */
 
 #if LANES == 16
 #define FIRST_HALVES 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
@@ -33,80 +34,6 @@
 #else
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vector){__VA_ARGS__})
 #endif
-
-typedef int8_t vector8 __attribute__((vector_size(LANES)));
-typedef int16_t vector16 __attribute__((vector_size(2 * LANES)));
-
-/* Clamps to [-end - 1, end]. */
-INLINE vector saturated(vector x, int32_t end) { return larger(smaller(x, all_lanes(end)), all_lanes(-end - 1)); }
-
-INLINE vector16 saturated16(vector x) {
-#if defined(__AVX512BW__)
-    return (vector16)_mm512_cvtsepi32_epi16((__m512i)x);
-#elif defined(__AVX2__)
-    return (vector16)_mm_packs_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
-#elif defined(__wasm_simd128__)
-    const v128_t narrow = wasm_i16x8_narrow_i32x4((v128_t)x, (v128_t)x);
-    vector16 low;
-    memcpy(&low, &narrow, sizeof low);
-    return low;
-#elif defined(ARM_VECTORS)
-    return (vector16)vqmovn_s32((int32x4_t)x);
-#else
-    return __builtin_convertvector(saturated(x, 32767), vector16);
-#endif
-}
-
-INLINE vector8 saturated8(vector x) {
-#if defined(__AVX512BW__)
-    return (vector8)_mm512_cvtsepi32_epi8((__m512i)x);
-#elif defined(__AVX2__)
-    const __m128i middle = (__m128i)saturated16(x), narrow = _mm_packs_epi16(middle, middle);
-    vector8 low;
-    memcpy(&low, &narrow, sizeof low);
-    return low;
-#elif defined(__wasm_simd128__)
-    const v128_t middle = wasm_i16x8_narrow_i32x4((v128_t)x, (v128_t)x), narrow = wasm_i8x16_narrow_i16x8(middle, middle);
-    vector8 low;
-    memcpy(&low, &narrow, sizeof low);
-    return low;
-#else
-    return __builtin_convertvector(saturated(x, 127), vector8);
-#endif
-}
-
-/* n <= LANES numbers of int16 in 32 bits, and 0 */
-INLINE vector load16(const int16_t *from, int64_t n) {
-    vector16 x = {0};
-    if (n == LANES) memcpy(&x, from, sizeof x);
-    else memcpy(&x, from, 2 * n);
-    return __builtin_convertvector(x, vector);
-}
-
-/* n <= LANES numbers of int32, and 0 */
-INLINE vector load32(const int32_t *from, int64_t n) {
-    vector x = {0};
-    if (n == LANES) memcpy(&x, from, sizeof x);
-    else memcpy(&x, from, 4 * n);
-    return x;
-}
-
-/* Writes n <= LANES numbers of 1, 2 or 4 bytes, saturated. */
-INLINE void store(void *to, vector x, const int64_t bytes, int64_t n) {
-    if (bytes == 1) {
-        vector8 narrow = saturated8(x);
-        if (n == LANES) memcpy(to, &narrow, sizeof narrow);
-        else memcpy(to, &narrow, n);
-    } else if (bytes == 2) {
-        vector16 narrow = saturated16(x);
-        if (n == LANES) memcpy(to, &narrow, sizeof narrow);
-        else memcpy(to, &narrow, 2 * n);
-    } else if (n == LANES) {
-        memcpy(to, &x, sizeof x);
-    } else {
-        memcpy(to, &x, 4 * n);
-    }
-}
 
 /* --- linear layers ---------------------------------------------------------------------------------------- */
 
@@ -412,44 +339,87 @@ INLINE int64_t inverse_root(int64_t v) {
     return x;
 }
 
-INLINE void normalise_row(const normalisation *x, const int64_t bytes, const int residual, int64_t row) {
-    const int64_t channels = x->channels;
-    const int16_t *h = x->h + row * channels;
-    int32_t total = 0;
-    int64_t squares = 0;
-    for (int64_t c = 0; c < channels; c++) total += h[c];
-    for (int64_t c = 0; c < channels; c++) squares += h[c] * h[c];
-    if (!x->centred) total = 0;
+typedef struct {
+    int64_t total, squares;
+} row_sums;
+
+/* The sum of n numbers, and that of their squares: of halves of two squares at a time, since two can be 2^31 */
+INLINE row_sums sum_row(const int16_t *h, int64_t n) {
+    vector total = {0}, low = {0}, high = {0};
+    row_sums all = {0, 0};
+    int64_t c = 0;
+    for (; c + 2 * LANES <= n; c += 2 * LANES) {
+        vector numbers; /* a row may begin at any number */
+        memcpy(&numbers, h + c, sizeof numbers);
+        const vector squares = add_pairs((vector){0}, numbers, numbers);
+        total = add_pairs(total, numbers, all_lanes(0x00010001));
+        low += squares & 0xffff;
+        high += (squares >> 16) & 0xffff;
+    }
+    for (; c < n; c++) {
+        all.total += h[c];
+        all.squares += h[c] * h[c];
+    }
+    all.total += sum_lanes(total);
+    all.squares += sum_lanes(low) + (sum_lanes(high) << 16);
+    return all;
+}
+
+/* What the numbers of a row, times their count, less `total`, are multiplied with: factor * 2^(up - down - 32) */
+typedef struct {
+    int32_t total, factor;
+    int up, down;
+} row_unit;
+
+/* Writes n <= LANES channels of a row, from channel c on. */
+INLINE void normalise_lanes(
+    const normalisation *x, const int64_t bytes, const int residual, row_unit by, int64_t row, int64_t c, const int64_t n
+) {
+    const int64_t at = row * x->channels + c;
+    const int shift = (int)x->shift;
+    const vector difference = load16(x->h + at, n) * (int32_t)x->channels - by.total;
+    const vector wide = rounded_product(((difference << by.up) + ((1 << by.down) >> 1)) >> by.down, all_lanes(by.factor));
+    vector y = rounded_product(wide << 4, load32(x->gain + c, n)) + load32(x->offset + c, n);
+    y = (y + (1 << (shift - 1))) >> shift;
+    if (residual) y += load16(x->residual + at, n);
+    store((char *)x->out + at * bytes, y, bytes, n);
+}
+
+INLINE row_unit unit_of(const normalisation *x, row_sums sums) {
+    const int32_t total = x->centred ? (int32_t)sums.total : 0;
     /* sum of (4 h - middle)^2 + E */
     const int64_t middle = multiply_round(total, x->inverse, (int)x->inverse_bits);
-    const int64_t variance = 16 * squares - 8 * middle * total + channels * middle * middle + x->epsilon;
+    const int64_t variance = 16 * sums.squares - 8 * middle * total + x->channels * middle * middle + x->epsilon;
     const int half = (bit_length(variance) - 29) >> 1;
     const int64_t v = half < 0 ? variance << (-2 * half) : variance >> (2 * half);
     const int32_t factor = (int32_t)multiply_round(inverse_root(v < 1 << 28 ? 1 << 28 : v), x->root, 30);
-    const int left = 8 - half - (int)x->root_shift, up = left > 0 ? left : 0, down = left < 0 ? -left : 0;
-    const int half_unit = (1 << down) >> 1;
-    const int shift = (int)x->shift, rounding = 1 << (shift - 1);
-    char *to = (char *)x->out + row * channels * bytes;
-    for (int64_t c = 0; c < channels; c += LANES) {
-        const int64_t n = at_most(LANES, channels - c);
-        const vector difference = load16(h + c, n) * (int32_t)channels - total;
-        const vector wide = rounded_product(((difference << up) + half_unit) >> down, all_lanes(factor));
-        vector y = rounded_product(wide << 4, load32(x->gain + c, n)) + load32(x->offset + c, n);
-        y = (y + rounding) >> shift;
-        if (residual) y += load16(x->residual + row * channels + c, n);
-        store(to + c * bytes, y, bytes, n);
+    const int left = 8 - half - (int)x->root_shift;
+    return (row_unit){total, factor, left > 0 ? left : 0, left < 0 ? -left : 0};
+}
+
+/* A few rows at a time in each step: their long chains of dependent operations overlap. */
+INLINE void normalise_rows(const normalisation *x, const int64_t bytes, const int residual, share rows) {
+    const int64_t channels = x->channels, whole = channels / LANES * LANES;
+    row_sums sums[ROWS_AT_ONCE];
+    row_unit units[ROWS_AT_ONCE];
+    for (int64_t first = rows.begin; first < rows.end; first += ROWS_AT_ONCE) {
+        const int64_t count = at_most(ROWS_AT_ONCE, rows.end - first);
+        for (int64_t r = 0; r < count; r++) sums[r] = sum_row(x->h + (first + r) * channels, channels);
+        for (int64_t r = 0; r < count; r++) units[r] = unit_of(x, sums[r]);
+        for (int64_t r = 0; r < count; r++) {
+            for (int64_t c = 0; c < whole; c += LANES) normalise_lanes(x, bytes, residual, units[r], first + r, c, LANES);
+            if (whole < channels) normalise_lanes(x, bytes, residual, units[r], first + r, whole, channels - whole);
+        }
     }
 }
 
 static void layer_norm_part(const void *given, worker me) {
-    const normalisation *x = given;
-    const share rows = share_of(me, x->rows);
-    for (int64_t row = rows.begin; row < rows.end; row++) {
-        if (x->residual) normalise_row(x, 2, 1, row);
-        else if (x->bytes == 1) normalise_row(x, 1, 0, row);
-        else if (x->bytes == 2) normalise_row(x, 2, 0, row);
-        else normalise_row(x, 4, 0, row);
-    }
+    const normalisation x = *(const normalisation *)given; /* a copy, which what is written does not change */
+    const share rows = share_of(me, x.rows);
+    if (x.residual) normalise_rows(&x, 2, 1, rows);
+    else if (x.bytes == 1) normalise_rows(&x, 1, 0, rows);
+    else if (x.bytes == 2) normalise_rows(&x, 2, 0, rows);
+    else normalise_rows(&x, 4, 0, rows);
 }
 
 int qflash_layer_norm(const normalisation *x) {

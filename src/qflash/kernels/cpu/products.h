@@ -79,6 +79,9 @@ typedef int16_t right_operand;
 #endif
 
 typedef int32_t vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t unsigned_vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int16_t vector16 __attribute__((vector_size(2 * LANES)));
+typedef int8_t vector8 __attribute__((vector_size(LANES)));
 typedef int32_t group __attribute__((aligned(1), may_alias));
 
 /* --- fixed point ------------------------------------------------------------------------------------------ */
@@ -91,15 +94,22 @@ INLINE int64_t at_most(int64_t x, int64_t most) { return x < most ? x : most; }
 INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 INLINE int bit_length(int64_t x) { return x ? 64 - __builtin_clzll((uint64_t)x) : 0; }
 
+/* Every second lane in place of the one before: a shuffle, since shifts and products share units on some CPUs */
+#if defined(__AVX512BW__)
+INLINE __m512i odd_lanes(__m512i x) { return _mm512_shuffle_epi32(x, (_MM_PERM_ENUM)0xF5); }
+#elif defined(__AVX2__)
+INLINE __m256i odd_lanes(__m256i x) { return _mm256_shuffle_epi32(x, 0xF5); }
+#endif
+
 /* (a * b) >> 32 in every lane */
 INLINE vector high_product(vector a, vector b) {
 #if defined(__AVX512BW__)
     __m512i even = _mm512_mul_epi32((__m512i)a, (__m512i)b);
-    __m512i odd = _mm512_mul_epi32(_mm512_srli_epi64((__m512i)a, 32), _mm512_srli_epi64((__m512i)b, 32));
+    __m512i odd = _mm512_mul_epi32(odd_lanes((__m512i)a), odd_lanes((__m512i)b));
     return (vector)_mm512_mask_shuffle_epi32(odd, 0x5555, even, 0xF5);
 #elif defined(__AVX2__)
     __m256i even = _mm256_mul_epi32((__m256i)a, (__m256i)b);
-    __m256i odd = _mm256_mul_epi32(_mm256_srli_epi64((__m256i)a, 32), _mm256_srli_epi64((__m256i)b, 32));
+    __m256i odd = _mm256_mul_epi32(odd_lanes((__m256i)a), odd_lanes((__m256i)b));
     return (vector)_mm256_blend_epi32(_mm256_shuffle_epi32(even, 0xF5), odd, 0xAA);
 #elif defined(__wasm_simd128__)
     const v128_t first = wasm_i64x2_extmul_low_i32x4((v128_t)a, (v128_t)b);
@@ -119,12 +129,12 @@ INLINE vector rounded_product(vector a, vector b) {
 #if defined(__AVX512BW__)
     const __m512i half = _mm512_set1_epi64(1LL << 31);
     __m512i even = _mm512_add_epi64(_mm512_mul_epi32((__m512i)a, (__m512i)b), half);
-    __m512i odd = _mm512_mul_epi32(_mm512_srli_epi64((__m512i)a, 32), _mm512_srli_epi64((__m512i)b, 32));
+    __m512i odd = _mm512_mul_epi32(odd_lanes((__m512i)a), odd_lanes((__m512i)b));
     return (vector)_mm512_mask_shuffle_epi32(_mm512_add_epi64(odd, half), 0x5555, even, 0xF5);
 #elif defined(__AVX2__)
     const __m256i half = _mm256_set1_epi64x(1LL << 31);
     __m256i even = _mm256_add_epi64(_mm256_mul_epi32((__m256i)a, (__m256i)b), half);
-    __m256i odd = _mm256_mul_epi32(_mm256_srli_epi64((__m256i)a, 32), _mm256_srli_epi64((__m256i)b, 32));
+    __m256i odd = _mm256_mul_epi32(odd_lanes((__m256i)a), odd_lanes((__m256i)b));
     return (vector)_mm256_blend_epi32(_mm256_shuffle_epi32(even, 0xF5), _mm256_add_epi64(odd, half), 0xAA);
 #elif defined(__wasm_simd128__)
     const v128_t half = wasm_i64x2_splat(1LL << 31);
@@ -158,15 +168,15 @@ INLINE scaling make_scaling(vector multiplier, vector bias) {
 #if defined(__AVX512BW__)
     const __m512i half = _mm512_set1_epi64(1LL << 31);
     by.even = (__m512i)multiplier;
-    by.odd = _mm512_srli_epi64((__m512i)multiplier, 32);
+    by.odd = odd_lanes((__m512i)multiplier);
     by.add_even = _mm512_add_epi64(_mm512_mul_epi32((__m512i)bias, by.even), half);
-    by.add_odd = _mm512_add_epi64(_mm512_mul_epi32(_mm512_srli_epi64((__m512i)bias, 32), by.odd), half);
+    by.add_odd = _mm512_add_epi64(_mm512_mul_epi32(odd_lanes((__m512i)bias), by.odd), half);
 #elif defined(__AVX2__)
     const __m256i half = _mm256_set1_epi64x(1LL << 31);
     by.even = (__m256i)multiplier;
-    by.odd = _mm256_srli_epi64((__m256i)multiplier, 32);
+    by.odd = odd_lanes((__m256i)multiplier);
     by.add_even = _mm256_add_epi64(_mm256_mul_epi32((__m256i)bias, by.even), half);
-    by.add_odd = _mm256_add_epi64(_mm256_mul_epi32(_mm256_srli_epi64((__m256i)bias, 32), by.odd), half);
+    by.add_odd = _mm256_add_epi64(_mm256_mul_epi32(odd_lanes((__m256i)bias), by.odd), half);
 #else
     by.multiplier = multiplier;
     by.bias = bias;
@@ -178,19 +188,19 @@ INLINE scaling make_scaling(vector multiplier, vector bias) {
 INLINE vector scaled(vector x, const scaling *by) {
 #if defined(__AVX512BW__)
     const __m512i even = _mm512_add_epi64(_mm512_mul_epi32((__m512i)x, by->even), by->add_even);
-    const __m512i odd = _mm512_add_epi64(_mm512_mul_epi32(_mm512_srli_epi64((__m512i)x, 32), by->odd), by->add_odd);
+    const __m512i odd = _mm512_add_epi64(_mm512_mul_epi32(odd_lanes((__m512i)x), by->odd), by->add_odd);
     return (vector)_mm512_mask_shuffle_epi32(odd, 0x5555, even, 0xF5);
 #elif defined(__AVX2__)
     const __m256i even = _mm256_add_epi64(_mm256_mul_epi32((__m256i)x, by->even), by->add_even);
-    const __m256i odd = _mm256_add_epi64(_mm256_mul_epi32(_mm256_srli_epi64((__m256i)x, 32), by->odd), by->add_odd);
+    const __m256i odd = _mm256_add_epi64(_mm256_mul_epi32(odd_lanes((__m256i)x), by->odd), by->add_odd);
     return (vector)_mm256_blend_epi32(_mm256_shuffle_epi32(even, 0xF5), odd, 0xAA);
 #else
     return rounded_product(x + by->bias, by->multiplier);
 #endif
 }
 
-/* sum + a * b in every lane, where a is from 0 to 2^15 - 1 and b fits 16 bits */
-INLINE vector add_product(vector sum, vector a, vector b) {
+/* sum + a0 * b0 + a1 * b1 in every lane, over its two 16-bit integers; two times 2^30 is -2^31 */
+INLINE vector add_pairs(vector sum, vector a, vector b) {
 #if defined(__AVX512BW__) && defined(__AVX512VNNI__)
     return (vector)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
 #elif defined(__AVX512BW__)
@@ -201,6 +211,20 @@ INLINE vector add_product(vector sum, vector a, vector b) {
     return sum + (vector)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #elif defined(__SSE2__)
     return sum + (vector)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#elif defined(__wasm_simd128__)
+    return (vector)wasm_i32x4_add((v128_t)sum, wasm_i32x4_dot_i16x8((v128_t)a, (v128_t)b));
+#elif defined(ARM_VECTORS)
+    const int32x4_t first = vmull_s16(vget_low_s16((int16x8_t)a), vget_low_s16((int16x8_t)b));
+    return sum + (vector)vpaddq_s32(first, vmull_high_s16((int16x8_t)a, (int16x8_t)b));
+#else
+    return sum + (vector)((unsigned_vector)((a << 16 >> 16) * (b << 16 >> 16)) + (unsigned_vector)((a >> 16) * (b >> 16)));
+#endif
+}
+
+/* sum + a * b in every lane, where a is from 0 to 2^15 - 1 and b fits 16 bits */
+INLINE vector add_product(vector sum, vector a, vector b) {
+#ifdef __SSE2__
+    return add_pairs(sum, a, b);
 #else
     return sum + a * b;
 #endif
@@ -221,7 +245,16 @@ INLINE vector smaller(vector a, vector b) {
 #endif
 }
 
-INLINE vector larger(vector a, vector b) { return ~smaller(~a, ~b); }
+INLINE vector larger(vector a, vector b) {
+#if defined(__AVX512BW__)
+    return (vector)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (vector)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+    return ~smaller(~a, ~b);
+#endif
+}
+
 INLINE vector all_lanes(int32_t x) { return (vector){0} + x; }
 
 INLINE vector magnitude_of(vector x) {
@@ -234,31 +267,111 @@ INLINE vector magnitude_of(vector x) {
 #endif
 }
 
+INLINE int64_t sum_lanes(vector x) {
+    int32_t lanes[LANES];
+    int64_t sum = 0;
+    memcpy(lanes, &x, sizeof lanes);
+    for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
+    return sum;
+}
+
+/* --- vectors in memory ------------------------------------------------------------------------------------- */
+
+/* Clamps to [-end - 1, end]. */
+INLINE vector saturated(vector x, int32_t end) { return larger(smaller(x, all_lanes(end)), all_lanes(-end - 1)); }
+
+INLINE vector16 saturated16(vector x) {
+#if defined(__AVX512BW__)
+    return (vector16)_mm512_cvtsepi32_epi16((__m512i)x);
+#elif defined(__AVX2__)
+    return (vector16)_mm_packs_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+#elif defined(__wasm_simd128__)
+    const v128_t narrow = wasm_i16x8_narrow_i32x4((v128_t)x, (v128_t)x);
+    vector16 low;
+    memcpy(&low, &narrow, sizeof low);
+    return low;
+#elif defined(ARM_VECTORS)
+    return (vector16)vqmovn_s32((int32x4_t)x);
+#else
+    return __builtin_convertvector(saturated(x, 32767), vector16);
+#endif
+}
+
+INLINE vector8 saturated8(vector x) {
+#if defined(__AVX512BW__)
+    return (vector8)_mm512_cvtsepi32_epi8((__m512i)x);
+#elif defined(__AVX2__)
+    const __m128i middle = (__m128i)saturated16(x), narrow = _mm_packs_epi16(middle, middle);
+    vector8 low;
+    memcpy(&low, &narrow, sizeof low);
+    return low;
+#elif defined(__wasm_simd128__)
+    const v128_t middle = wasm_i16x8_narrow_i32x4((v128_t)x, (v128_t)x), narrow = wasm_i8x16_narrow_i16x8(middle, middle);
+    vector8 low;
+    memcpy(&low, &narrow, sizeof low);
+    return low;
+#else
+    return __builtin_convertvector(saturated(x, 127), vector8);
+#endif
+}
+
+/* n <= LANES numbers of int16 in 32 bits, and 0 */
+INLINE vector load16(const int16_t *from, int64_t n) {
+    vector16 x = {0};
+    if (n == LANES) memcpy(&x, from, sizeof x);
+    else memcpy(&x, from, 2 * n);
+#if defined(__AVX512BW__)
+    return (vector)_mm512_cvtepi16_epi32((__m256i)x); /* GCC's conversion below is that of two halves */
+#elif defined(__AVX2__)
+    return (vector)_mm256_cvtepi16_epi32((__m128i)x);
+#else
+    return __builtin_convertvector(x, vector);
+#endif
+}
+
+/* n <= LANES numbers of int32, and 0 */
+INLINE vector load32(const int32_t *from, int64_t n) {
+    vector x = {0};
+    if (n == LANES) memcpy(&x, from, sizeof x);
+#if defined(__AVX512BW__)
+    else x = (vector)_mm512_maskz_loadu_epi32((__mmask16)((1 << n) - 1), from);
+#else
+    else memcpy(&x, from, 4 * n);
+#endif
+    return x;
+}
+
+/* Writes n <= LANES numbers of 1, 2 or 4 bytes, saturated. */
+INLINE void store(void *to, vector x, const int64_t bytes, int64_t n) {
+    if (bytes == 1) {
+        vector8 narrow = saturated8(x);
+        if (n == LANES) memcpy(to, &narrow, sizeof narrow);
+        else memcpy(to, &narrow, n);
+    } else if (bytes == 2) {
+        vector16 narrow = saturated16(x);
+        if (n == LANES) memcpy(to, &narrow, sizeof narrow);
+        else memcpy(to, &narrow, 2 * n);
+    } else if (n == LANES) {
+        memcpy(to, &x, sizeof x);
+    } else {
+        memcpy(to, &x, 4 * n);
+    }
+}
+
 /* --- matrix product --------------------------------------------------------------------------------------- */
 
 /* sum + a0 * b0 + a1 * b1 + ... in every lane, over the GROUP operands of the lane */
 INLINE vector add_products(vector sum, vector a, vector b) {
 #if defined(__AVX512BW__) && defined(__AVX512VNNI__)
     return (vector)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
-#elif defined(__AVX512BW__)
-    return sum + (vector)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif defined(__AVXVNNI__)
+#elif !defined(__AVX512BW__) && defined(__AVXVNNI__)
     return (vector)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
-#elif defined(__AVX2__)
-    return sum + (vector)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#elif defined(__SSE2__)
-    return sum + (vector)_mm_madd_epi16((__m128i)a, (__m128i)b);
-#elif defined(__wasm_simd128__)
-    return (vector)wasm_i32x4_add((v128_t)sum, wasm_i32x4_dot_i16x8((v128_t)a, (v128_t)b));
 #elif defined(ARM_VECTORS) && defined(__ARM_FEATURE_MATMUL_INT8)
     return (vector)vusdotq_s32((int32x4_t)sum, (uint8x16_t)a, (int8x16_t)b);
 #elif defined(ARM_VECTORS) && defined(__ARM_FEATURE_DOTPROD)
     return (vector)vdotq_s32((int32x4_t)sum, (int8x16_t)a, (int8x16_t)b);
-#elif defined(ARM_VECTORS)
-    const int32x4_t first = vmull_s16(vget_low_s16((int16x8_t)a), vget_low_s16((int16x8_t)b));
-    return sum + (vector)vpaddq_s32(first, vmull_high_s16((int16x8_t)a, (int16x8_t)b));
 #else
-    return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+    return add_pairs(sum, a, b);
 #endif
 }
 
@@ -413,14 +526,20 @@ static void tile_once(int rows, const product *by) {
         return;
     }
 #endif
+    /* without a copy where there is nothing to change: it would wait for what was just written to `by` */
+    if (rows <= ROWS) {
+        tile_few(rows, by);
+        return;
+    }
     product part = *by;
     for (; rows > 0; rows -= ROWS, part.a += ROWS * part.a_stride, part.c += ROWS * part.c_stride)
         tile_few(rows < ROWS ? rows : ROWS, &part);
 }
 
-__attribute__((unused)) static void tile(int rows, product by) {
-    for (; rows > 0; rows -= TILE_ROWS, by.a += TILE_ROWS * by.a_stride, by.c += TILE_ROWS * by.c_stride)
-        tile_once(rows < TILE_ROWS ? rows : TILE_ROWS, &by);
+/* Any number of rows; `by` is behind them afterwards. */
+__attribute__((unused)) static void tile(int rows, product *by) {
+    for (; rows > 0; rows -= TILE_ROWS, by->a += TILE_ROWS * by->a_stride, by->c += TILE_ROWS * by->c_stride)
+        tile_once(rows < TILE_ROWS ? rows : TILE_ROWS, by);
 }
 
 /* n, and what is read behind it */

@@ -20,21 +20,30 @@ DIGITS, FASHION = ["digits-vit", "digits-swin"], ["fashion-vit", "fashion-swin"]
 RUNS: dict[str, dict[str, Any]] = {
     "digits": {"models": DIGITS},
     "integer": {"models": DIGITS, "methods": ["qflash-default", "qflash-accurate"], "integer": True},
-    "fashion": {"models": FASHION, "integer": True},
+    "fashion": {"models": FASHION},
+    "fashion_integer": {"models": FASHION, "methods": ["fp32"], "integer": True},
 }
-"""What is evaluated, by the name of its table."""
+"""What is evaluated, by the name of its table, or of a part of it."""
 PROBE = "real_fashion_h100"
 """Of the classifiers on DINOv2-S's features, by ``qflash-lab real --part fashion``."""
-FILES = {"digits": "evaluate_digits", "integer": "evaluate_digits_integer", "fashion": "evaluate_fashion"}
+FILES = {
+    "digits": "evaluate_digits", "integer": "evaluate_digits_integer", "fashion": "evaluate_fashion",
+    "fashion_integer": "evaluate_fashion_integer",
+}  # fmt: skip
 """Names of the committed results."""
+SHOWN = {"digits": ("digits",), "integer": ("integer",), "fashion": ("fashion", "fashion_integer")}
+"""Which runs a table shows; what two of them have is of the first."""
 
 
-def table(file: str) -> list[str]:
-    """Lay a report out in Markdown."""
-    report = declared.record(file)
-    names = " | ".join(result["model"] for result in report["models"])
-    lines = [f"| Top-1, % | integer-only | {names} |", "|---|---|" + "---|" * len(report["models"])]
-    for rows in zip(*(result["methods"] for result in report["models"]), strict=True):
+def table(*runs: str) -> list[str]:
+    """Lay reports of the same models out in Markdown."""
+    found: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        for result in declared.record(FILES[run])["models"]:
+            rows_of = found.setdefault(result["model"], {})
+            rows_of |= {row["method"]: row for row in result["methods"] if row["method"] not in rows_of}
+    lines = [f"| Top-1, % | integer-only | {' | '.join(found)} |", "|---|---|" + "---|" * len(found)]
+    for rows in zip(*(rows_of.values() for rows_of in found.values()), strict=True):
         cells = []
         for row in rows:
             low, high = row["top1_interval_percent"]
@@ -69,7 +78,7 @@ def probe_table() -> list[str]:
 
 PARTS = declared.Parts(
     texts={
-        **{f"evaluate:{name}": functools.partial(table, file) for name, file in FILES.items()},
+        **{f"evaluate:{name}": functools.partial(table, *runs) for name, runs in SHOWN.items()},
         "evaluate:probe": probe_table,
     },
     reads=[f"{file}.json" for file in (*FILES.values(), PROBE)],

@@ -372,3 +372,20 @@ def test_one_row_of_a_head_is_the_one_asked_for(place: int) -> None:
     with torch.inference_mode():
         wanted = every(((some / 255) - 0.5) / 0.3)[:, place]
     assert sqnr_db(wanted, network.dequantize(network(some))) > 20
+
+
+JOINED: dict[str, Map] = {
+    "a factor": lambda x: 1.3 * x, "a term": lambda x: x + 0.2,
+    "statistics": lambda x: (x - torch.linspace(-1, 1, 96)) / torch.linspace(0.5, 2, 96),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_constants_behind_joined_tensors_become_the_layers(name: str) -> None:
+    """One token and the mean of the others, side by side, before a head."""
+    model = Encoder(pool=lambda x: JOINED[name](torch.cat([x[:, 0], x[:, 1:].mean(1)], -1)))
+    model.head = nn.Linear(96, 10)
+    options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False}
+    network, images = qflash.quantize_model(model, [draw_images(24, 3, 32)], **options), draw_images(8, 3, 32, seed=3)
+    with torch.inference_mode():
+        assert sqnr_db(model((images / 255 - 0.5) / 0.3), network.dequantize(network(images))) > 35

@@ -46,6 +46,9 @@ def add_layer(trace: Tracer, view: View, seen: Sequence[fx.Node], layer: Affine)
     """
     if view.source.kind == "images":
         view, layer = _on_pixels(view, layer)
+    if view.source.kind == "join" and (constants := view.constants_of_rows()) is not None:
+        # tensors that are joined are quantised one by one: what comes behind them all is the layer's
+        view, layer = dataclasses.replace(view, factor=None, term=None), layer.with_inputs(*constants)
     if (order := _token_order(view)) is not None:
         layer = Affine(layer.matrix.columns(order), layer.bias)
         view, seen = view.moved(_channels(order)), [call_behind(seen[0], "ordered", _channels(order))]

@@ -178,8 +178,13 @@ def take_joined(net: Builder, layers: Sequence[tuple[Operation, Matrix]], kind: 
         inner = layer.inputs[0].source
         pieces = [(layer.inputs[0], layer.seen[0])]
         if inner.kind == "join":
-            if not rows_of(layer.inputs[0], layer).is_whole:
+            joined = rows_of(layer.inputs[0], layer)
+            if not joined.is_whole:
                 raise refusal(layer, "it takes some of several tensors")
+            if not joined.is_plain:
+                raise refusal(
+                    layer, "constants that differ from token to token are added to, or multiplied with, joined tensors"
+                )
             pieces = list(zip(inner.inputs, inner.seen, strict=True))
         first = 0
         for view, seen in pieces:

@@ -389,3 +389,43 @@ def test_constants_behind_joined_tensors_become_the_layers(name: str) -> None:
     network, images = qflash.quantize_model(model, [draw_images(24, 3, 32)], **options), draw_images(8, 3, 32, seed=3)
     with torch.inference_mode():
         assert sqnr_db(model((images / 255 - 0.5) / 0.3), network.dequantize(network(images))) > 35
+
+
+class Different(nn.Module):
+    """A block without an MLP whose query, key and value take what a function makes of the normalised tokens."""
+
+    def __init__(self, before: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> None:
+        super().__init__()
+        self.before, self.norm, self.proj = before, nn.LayerNorm(48), nn.Linear(48, 48)
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        taken = zip(self.layers, self.before(self.norm(x)), strict=True)
+        heads = [layer(y).unflatten(-1, (3, 16)).transpose(1, 2) for layer, y in taken]
+        return x + self.proj(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+
+
+VECTOR, PLACES = torch.linspace(-1, 1, 48), torch.linspace(-1, 1, 16 * 48).view(16, 48)
+DIFFERENT: dict[str, tuple[Callable[[torch.Tensor], tuple[torch.Tensor, ...]], str]] = {
+    "a factor of queries": (lambda y: (1.2 * y, y, y), ""),
+    "a term of values": (lambda y: (y, y, y + VECTOR), ""),
+    "all": (lambda y: (1.2 * y, y * (2 + VECTOR), y + VECTOR), ""),
+    "positions of keys": (lambda y: (y, y + PLACES, y), "is added before query, key and value differs from token to token"),
+    "another order": (lambda y: (y, y, y.flip(2)), "query, key and value take the same channels in different orders$"),
+    "no channel": (lambda y: (0 * VECTOR * y, 2 * y, 3 * y), "different constants, some of which are 0$"),
+}
+
+
+@pytest.mark.parametrize("name", few(DIFFERENT, 5))
+def test_query_key_and_value_have_constants_of_their_own(name: str) -> None:
+    before, message = DIFFERENT[name]
+    model = Encoder()
+    model.block = Different(before)  # type: ignore[assignment]
+    options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False}
+    if message:
+        with pytest.raises(UnsupportedError, match=message):
+            qflash.quantize_model(model.eval(), [draw_images(16, 3, 32)], **options)
+        return
+    network, images = qflash.quantize_model(model.eval(), [draw_images(24, 3, 32)], **options), draw_images(8, 3, 32, seed=3)
+    with torch.inference_mode():
+        assert sqnr_db(model((images / 255 - 0.5) / 0.3), network.dequantize(network(images))) > 32

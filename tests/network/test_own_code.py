@@ -185,6 +185,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tanh of a bias": ({"activation": lambda x: x * torch.tanh(x + torch.arange(96.0))}, r"aten\.tanh in block "),
     "a sigmoid": ({"activation": lambda x: torch.sigmoid(x)}, r"aten\.sigmoid in block "),
     "a product of channels": ({"pool": lambda x: torch.einsum("btc,btd->bcd", x, x).mean(1)}, "mean of everything"),
+    "means of heads": (
+        {"pool": lambda x: torch.einsum("ht,bthd->bhd", x.new_full((3, 16), 1 / 16), x.unflatten(2, (3, 16))).flatten(1)},
+        r"^means of tokens whose channels are of several images \(the batch must be before the tokens\) in the model",
+    ),
     "a sum over channels": ({"pool": lambda x: torch.einsum("btc->bt", x) @ torch.ones(16, 48)}, "einsum btc->bt"),
     "a diagonal": ({"pool": lambda x: torch.einsum("bcc->bc", x[:, :, :16]) @ torch.ones(16, 48)}, "einsum bcc->bc"),
     "scores in another order": (
@@ -205,7 +209,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", few(REFUSED, 4))
+@pytest.mark.parametrize("name", few(REFUSED, 8))
 def test_what_is_no_operator_is_named(name: str) -> None:
     options, message = REFUSED[name]
     with pytest.raises(UnsupportedError) as refusal:

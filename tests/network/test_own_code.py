@@ -204,6 +204,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a norm times less than nothing": (
         {"pool": lambda x: (x / (x.norm(dim=-1, keepdim=True) * -1)).mean(1)}, "^product of norms of rows",
     ),
+    "a small norm and a small number": (
+        {"pool": with_mean(lambda x: x / (x.norm(dim=-1, keepdim=True) * 1e-3 + 1e-4))}, "^sum of norms of rows in",
+    ),
+    "a norm and more dimensions": (
+        {"pool": with_mean(lambda x: (x / (x.norm(dim=-1, keepdim=True) + torch.full((1, 1, 1), 1e-8)))[0])},
+        "^sum of norms of rows and more than one number",
+    ),
+    "a norm times more dimensions": (
+        {"pool": with_mean(lambda x: (x / (x.norm(dim=-1, keepdim=True) * torch.full((1, 1, 1), 2.0)))[0])},
+        "^product with norms of rows of another tensor",
+    ),
+    "a norm to the power of 0": (
+        {"pool": with_mean(lambda x: x / (x.norm(dim=-1, keepdim=True).pow(0) * 2))},
+        r"^product of 2\.0 and a power 0\.0 of sums of squares",
+    ),
+    "a root of a norm": (
+        {"pool": with_mean(lambda x: x / (x.norm(dim=-1, keepdim=True) ** 1e-3 * 2.5))}, "^product of 2.5 and a power 0.0005",
+    ),
     "a layer of squares": ({"activation": lambda x: F.relu(x) ** 2}, "^linear layer of squares in block.fc2"),
     "where scores are not": ({"pool": lambda x: torch.where(SEEN[:, :1], x, 0.0).mean(1)}, "masked_fill in the model"),
 }  # fmt: skip

@@ -451,3 +451,47 @@ def test_query_key_and_value_have_constants_of_their_own(name: str) -> None:
     network, images = qflash.quantize_model(model.eval(), [draw_images(24, 3, 32)], **options), draw_images(8, 3, 32, seed=3)
     with torch.inference_mode():
         assert sqnr_db(model((images / 255 - 0.5) / 0.3), network.dequantize(network(images))) > 32
+
+
+class Heads(nn.Module):
+    """Two heads on one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(48, 10), nn.Linear(48, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.first(x), self.second(x)
+
+
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_two_heads_take_one_mean(has_norm: bool) -> None:
+    model = Encoder()
+    model.head = Heads()  # type: ignore[assignment]
+    if not has_norm:
+        model.norm = nn.Identity()  # type: ignore[assignment]
+    check_outputs(model)
+
+
+def check_outputs(model: nn.Module) -> None:
+    """Require a network whose outputs have the shape of the model's, and are close."""
+    options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False}
+    network, images = qflash.quantize_model(model.eval(), [draw_images(24, 3, 32)], **options), draw_images(8, 3, 32, seed=3)
+    made: Any = network.dequantize(network(images))
+    with torch.inference_mode():
+        wanted = model((images / 255 - 0.5) / 0.3)
+    for want, got in zip(wanted, made.values(), strict=True):
+        assert want.shape == got.shape and sqnr_db(want, got) > 32
+
+
+def test_joined_tensors_that_two_heads_take_are_refused() -> None:
+    class Both(Encoder):
+        def forward(self, x: torch.Tensor) -> Any:
+            y = super().forward(x)
+            both = torch.cat([y[:, 0], y[:, 1:].mean(1)], -1)
+            return F.linear(both, torch.eye(3, 96)), F.linear(both, torch.eye(4, 96))
+
+    model = Both(pool=lambda x: x)
+    model.head = nn.Identity()  # type: ignore[assignment]
+    with pytest.raises(UnsupportedError, match=r"several linear layers take it, and not all of them take it alone$"):
+        qflash.quantize_model(model, [draw_images(4, 3, 32)], mean=[0.5] * 3, std=[0.3] * 3, progress=False)

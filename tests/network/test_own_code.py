@@ -480,7 +480,7 @@ def check_outputs(model: nn.Module) -> None:
     made: Any = network.dequantize(network(images))
     with torch.inference_mode():
         wanted = model((images / 255 - 0.5) / 0.3)
-    for want, got in zip(wanted, made.values(), strict=True):
+    for want, got in zip(wanted, made.values() if isinstance(made, dict) else [made], strict=True):
         assert want.shape == got.shape and sqnr_db(want, got) > 32
 
 
@@ -495,3 +495,51 @@ def test_joined_tensors_that_two_heads_take_are_refused() -> None:
     model.head = nn.Identity()  # type: ignore[assignment]
     with pytest.raises(UnsupportedError, match=r"several linear layers take it, and not all of them take it alone$"):
         qflash.quantize_model(model, [draw_images(4, 3, 32)], mean=[0.5] * 3, std=[0.3] * 3, progress=False)
+
+
+class Rows(Encoder):
+    """What a function makes of the encoder, the tokens of its block and those behind its normalisation."""
+
+    def __init__(self, made: Callable[[Any, torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.made, self.layer, self.last = made, nn.Linear(48, 48), nn.LayerNorm(48)
+        self.token, self.places = nn.Parameter(torch.randn(1, 1, 48)), nn.Parameter(torch.randn(1, 17, 48))
+        self.eval()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        tokens = torch.cat([self.token.expand(x.shape[0], -1, -1), self.patches(x).flatten(2).mT], 1)
+        x = self.block(tokens + self.places)
+        return self.made(self, x, self.norm(x))
+
+
+def two_users(self: Any, x: torch.Tensor, normalised: torch.Tensor) -> Any:
+    y = self.layer(normalised.mean(1))
+    return self.last(y), self.head(y)
+
+
+ROWS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], Any]] = {
+    "a mean's layer and a head": two_users,
+    "a head of one token": lambda self, x, y: (self.head(y[:, :1]),),
+    "a head of one token of the stream": lambda self, x, y: (self.head(x[:, :1]),),
+    "a head as a map": lambda self, x, y: (self.head(y[:, 0])[..., None, None],),
+    "a sum of layers of one row": lambda self, x, y: (self.head(self.last(self.layer(y.mean(1))) + self.layer(y.mean(1))),),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", few(ROWS, 4))
+def test_heads_of_one_row_have_the_shape_of_the_models(name: str) -> None:
+    check_outputs(Rows(ROWS[name]))
+
+
+MIXED: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], Any]] = {
+    "a stream and a mean": lambda self, x, y: self.last(x[:, :1] + self.layer(y.mean(1))[:, None])[:, 0],
+    "two layers": lambda self, x, y: self.last(x[:, 0] + (self.layer(y[:, 0]) + self.layer(y[:, 1:].mean(1)))),
+    "joined": lambda self, x, y: torch.cat([y[:, :1], y[:, 1:].mean(1, keepdim=True)], -1) @ torch.eye(96, 7),
+}
+
+
+@pytest.mark.parametrize("name", few(MIXED, 2))
+def test_one_row_and_tokens_are_not_added(name: str) -> None:
+    message = r"one is \(batch, channels\) of one row, the other \(batch, tokens, channels\)$"
+    with pytest.raises(UnsupportedError, match=message):
+        qflash.quantize_model(Rows(MIXED[name]), [draw_images(8, 3, 32)], mean=[0.5] * 3, std=[0.3] * 3, progress=False)

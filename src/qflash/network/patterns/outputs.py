@@ -223,7 +223,7 @@ def _head(net: Builder, output: Output) -> str:
     # what the sum is multiplied by does not change how its inputs are best quantised
     layers, layer = summands(dataclasses.replace(output.view, factor=None, term=None), source)
     layer = layer.then(rows.factor, rows.term_of_all(source, "what is added to tokens differs"))
-    node, grid_of = take_joined(net, layers, "head")
+    node, grid_of = take_joined(net, layers, "head", single=len(output.view.shape) == 2)
     module = Linear(layer.matrix.shape[1], layer.matrix.shape[0], "int32")
     name = net.add(layers[0][0].name or output.name, module, node, twin=FloatTwin(layer.matrix, layer.bias))
 

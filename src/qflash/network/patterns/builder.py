@@ -226,9 +226,7 @@ class Builder:
         group.seen.append(node)
         self.watch(node)
 
-    def begin(
-        self, operation: Operation, node: str, group: Group, view: View | None = None
-    ) -> Stream:  # fmt: skip
+    def begin(self, operation: Operation, node: str, group: Group, view: View | None = None) -> Stream:
         """Return the stream that an operation's node makes.
 
         Args:

@@ -70,9 +70,10 @@ def positions_of(view: View, user: Operation, like: Positions | None = None) -> 
         torch.ones(view.shape, dtype=torch.float64, device="cpu") if x.factor is None else x.factor.expand(view.shape)
         for x in (plain, other)
     )
-    cos, sin = cos, torch.where(known, sin, 0.0)
+    sin = torch.where(known, sin, 0.0)
     if bool((swapped := _comes_again(place % channels) & known).any()):
-        # the second channel of a pair has the first one's term first
+        # a second channel written first * sin + second * cos, where the first one is first * cos - second * sin: the channel
+        # that stands first comes again there, and its terms are exchanged
         place, partner = torch.where(swapped, partner, place), torch.where(swapped, place, partner)
         cos, sin = torch.where(swapped, sin, cos), torch.where(swapped, cos, sin)
         plain = dataclasses.replace(plain, index=place)

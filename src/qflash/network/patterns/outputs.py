@@ -93,7 +93,8 @@ def _mean_of_norm(
     kinds = net.kinds_behind(operation)
     if kinds not in ({"linear"}, {"join"}, {"output"}, {"unrotate"}):
         raise refusal(operation, net.stands_before(operation))
-    if matrix is None and kinds <= {"linear", "join"}:
+    # a join that nothing takes is an output, which is refused there
+    if matrix is None and any(user.kind == "linear" or net.users[user] for user, _ in net.users[operation]):
         raise refusal(operation, "several linear layers take it, and not all of them take it alone")
     source = rows.source
     every = dataclasses.replace(rows, table=counted(source.rows // BATCH)[:, None])

@@ -63,6 +63,8 @@ def positions_of(view: View, user: Operation, like: Positions | None = None) -> 
         raise _refusal(user, "tokens are in windows")
     plain, other = (view.of(each) for each in operation.inputs)
     place, partner, channels = plain.places(), other.places(), plain.source.channels
+    if any(x.term is not None and bool(x.term.any()) for x in (plain, other)):
+        raise _refusal(user, "something is added to channels before or behind them")
     known = partner >= 0
     if int(place.min()) < 0 or not torch.equal((place // channels)[known], (partner // channels)[known]):
         raise _refusal(user, "channels of different tokens are added")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers import slow
+from helpers import few, slow
 from qflash.network.coverage import drawn_images, network_coverage
 from qflash.network.quantize import find_statistics
 from small_networks import build
@@ -104,3 +104,34 @@ def test_integers_that_are_far_from_the_model_are_no_network() -> None:
             block.mlp.fc2.weight[1::2] *= 1e-2
     (reason,) = network_coverage(model, (3, 32, 32), statistics=STATISTICS).refusals
     assert "less than min_sqnr=10" in reason and "Most is lost in blocks." in reason
+
+
+class _Also(nn.Module):
+    """Returns the logits and something else."""
+
+    def __init__(self, other: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.model, self.other = build("vit", num_classes=10), other
+        self.eval()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.model(x)
+        return y, self.other(y)
+
+
+SHAPES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "one number an image": (lambda y: y.argmax(-1), r"^aten.argmax in the model .*; outputs=\['output0'\] leaves it out$"),
+    "one number": (lambda y: y.mean(), r"^mean of everything in the model .*; outputs=\['output0'\] leaves it out$"),
+    "an element": (lambda y: y[0, 0], r"^output 'output1' must have the batch first, has shape \(\)$"),
+    "a row of one image": (
+        lambda y: nn.functional.linear(y[0], torch.ones(2, 10)),
+        r"^output 'output1' must have the batch first, has shape \(2\)$",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", few(SHAPES, 3))
+def test_outputs_of_fewer_dimensions_are_refusals(name: str) -> None:
+    other, message = SHAPES[name]
+    (reason,) = network_coverage(_Also(other), (3, 32, 32)).refusals
+    assert re.search(message, reason)

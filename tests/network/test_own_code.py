@@ -185,6 +185,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tanh of a bias": ({"activation": lambda x: x * torch.tanh(x + torch.arange(96.0))}, r"aten\.tanh in block "),
     "a sigmoid": ({"activation": lambda x: torch.sigmoid(x)}, r"aten\.sigmoid in block "),
     "a product of channels": ({"pool": lambda x: torch.einsum("btc,btd->bcd", x, x).mean(1)}, "mean of everything"),
+    "means of heads": (
+        {"pool": lambda x: torch.einsum("ht,bthd->bhd", x.new_full((3, 16), 1 / 16), x.unflatten(2, (3, 16))).flatten(1)},
+        r"^means of tokens whose channels are of several images \(the batch must be before the tokens\) in the model",
+    ),
     "a sum over channels": ({"pool": lambda x: torch.einsum("btc->bt", x) @ torch.ones(16, 48)}, "einsum btc->bt"),
     "a diagonal": ({"pool": lambda x: torch.einsum("bcc->bc", x[:, :, :16]) @ torch.ones(16, 48)}, "einsum bcc->bc"),
     "scores in another order": (
@@ -200,12 +204,30 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a norm times less than nothing": (
         {"pool": lambda x: (x / (x.norm(dim=-1, keepdim=True) * -1)).mean(1)}, "^product of norms of rows",
     ),
+    "a small norm and a small number": (
+        {"pool": with_mean(lambda x: x / (x.norm(dim=-1, keepdim=True) * 1e-3 + 1e-4))}, "^sum of norms of rows in",
+    ),
+    "a norm and more dimensions": (
+        {"pool": with_mean(lambda x: (x / (x.norm(dim=-1, keepdim=True) + torch.full((1, 1, 1), 1e-8)))[0])},
+        "^sum of norms of rows and more than one number",
+    ),
+    "a norm times more dimensions": (
+        {"pool": with_mean(lambda x: (x / (x.norm(dim=-1, keepdim=True) * torch.full((1, 1, 1), 2.0)))[0])},
+        "^product with norms of rows of another tensor",
+    ),
+    "a norm to the power of 0": (
+        {"pool": with_mean(lambda x: x / (x.norm(dim=-1, keepdim=True).pow(0) * 2))},
+        r"^product of 2\.0 and a power 0\.0 of sums of squares",
+    ),
+    "a root of a norm": (
+        {"pool": with_mean(lambda x: x / (x.norm(dim=-1, keepdim=True) ** 1e-3 * 2.5))}, "^product of 2.5 and a power 0.0005",
+    ),
     "a layer of squares": ({"activation": lambda x: F.relu(x) ** 2}, "^linear layer of squares in block.fc2"),
     "where scores are not": ({"pool": lambda x: torch.where(SEEN[:, :1], x, 0.0).mean(1)}, "masked_fill in the model"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", few(REFUSED, 4))
+@pytest.mark.parametrize("name", few(REFUSED, 8))
 def test_what_is_no_operator_is_named(name: str) -> None:
     options, message = REFUSED[name]
     with pytest.raises(UnsupportedError) as refusal:
@@ -372,3 +394,152 @@ def test_one_row_of_a_head_is_the_one_asked_for(place: int) -> None:
     with torch.inference_mode():
         wanted = every(((some / 255) - 0.5) / 0.3)[:, place]
     assert sqnr_db(wanted, network.dequantize(network(some))) > 20
+
+
+JOINED: dict[str, Map] = {
+    "a factor": lambda x: 1.3 * x, "a term": lambda x: x + 0.2,
+    "statistics": lambda x: (x - torch.linspace(-1, 1, 96)) / torch.linspace(0.5, 2, 96),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_constants_behind_joined_tensors_become_the_layers(name: str) -> None:
+    """One token and the mean of the others, side by side, before a head."""
+    model = Encoder(pool=lambda x: JOINED[name](torch.cat([x[:, 0], x[:, 1:].mean(1)], -1)))
+    model.head = nn.Linear(96, 10)
+    options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False}
+    network, images = qflash.quantize_model(model, [draw_images(24, 3, 32)], **options), draw_images(8, 3, 32, seed=3)
+    with torch.inference_mode():
+        assert sqnr_db(model((images / 255 - 0.5) / 0.3), network.dequantize(network(images))) > 35
+
+
+class Different(nn.Module):
+    """A block without an MLP whose query, key and value take what a function makes of the normalised tokens."""
+
+    def __init__(self, before: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> None:
+        super().__init__()
+        self.before, self.norm, self.proj = before, nn.LayerNorm(48), nn.Linear(48, 48)
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        taken = zip(self.layers, self.before(self.norm(x)), strict=True)
+        heads = [layer(y).unflatten(-1, (3, 16)).transpose(1, 2) for layer, y in taken]
+        return x + self.proj(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+
+
+VECTOR, PLACES = torch.linspace(-1, 1, 48), torch.linspace(-1, 1, 16 * 48).view(16, 48)
+DIFFERENT: dict[str, tuple[Callable[[torch.Tensor], tuple[torch.Tensor, ...]], str]] = {
+    "a factor of queries": (lambda y: (1.2 * y, y, y), ""),
+    "a term of values": (lambda y: (y, y, y + VECTOR), ""),
+    "all": (lambda y: (1.2 * y, y * (2 + VECTOR), y + VECTOR), ""),
+    "positions of keys": (lambda y: (y, y + PLACES, y), "is added before query, key and value differs from token to token"),
+    "another order": (lambda y: (y, y, y.flip(2)), "query, key and value take the same channels in different orders$"),
+    "no channel": (lambda y: (0 * VECTOR * y, 2 * y, 3 * y), "different constants, some of which are 0$"),
+}
+
+
+@pytest.mark.parametrize("name", few(DIFFERENT, 5))
+def test_query_key_and_value_have_constants_of_their_own(name: str) -> None:
+    before, message = DIFFERENT[name]
+    model = Encoder()
+    model.block = Different(before)  # type: ignore[assignment]
+    options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False}
+    if message:
+        with pytest.raises(UnsupportedError, match=message):
+            qflash.quantize_model(model.eval(), [draw_images(16, 3, 32)], **options)
+        return
+    network, images = qflash.quantize_model(model.eval(), [draw_images(24, 3, 32)], **options), draw_images(8, 3, 32, seed=3)
+    with torch.inference_mode():
+        assert sqnr_db(model((images / 255 - 0.5) / 0.3), network.dequantize(network(images))) > 32
+
+
+class Heads(nn.Module):
+    """Two heads on one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(48, 10), nn.Linear(48, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.first(x), self.second(x)
+
+
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_two_heads_take_one_mean(has_norm: bool) -> None:
+    model = Encoder()
+    model.head = Heads()  # type: ignore[assignment]
+    if not has_norm:
+        model.norm = nn.Identity()  # type: ignore[assignment]
+    check_outputs(model)
+
+
+def check_outputs(model: nn.Module) -> None:
+    """Require a network whose outputs have the shape of the model's, and are close."""
+    options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False}
+    network, images = qflash.quantize_model(model.eval(), [draw_images(24, 3, 32)], **options), draw_images(8, 3, 32, seed=3)
+    made: Any = network.dequantize(network(images))
+    with torch.inference_mode():
+        wanted = model((images / 255 - 0.5) / 0.3)
+    for want, got in zip(wanted, made.values() if isinstance(made, dict) else [made], strict=True):
+        assert want.shape == got.shape and sqnr_db(want, got) > 32
+
+
+def test_joined_tensors_that_two_heads_take_are_refused() -> None:
+    class Both(Encoder):
+        def forward(self, x: torch.Tensor) -> Any:
+            y = super().forward(x)
+            both = torch.cat([y[:, 0], y[:, 1:].mean(1)], -1)
+            return F.linear(both, torch.eye(3, 96)), F.linear(both, torch.eye(4, 96))
+
+    model = Both(pool=lambda x: x)
+    model.head = nn.Identity()  # type: ignore[assignment]
+    with pytest.raises(UnsupportedError, match=r"several linear layers take it, and not all of them take it alone$"):
+        qflash.quantize_model(model, [draw_images(4, 3, 32)], mean=[0.5] * 3, std=[0.3] * 3, progress=False)
+
+
+class Rows(Encoder):
+    """What a function makes of the encoder, the tokens of its block and those behind its normalisation."""
+
+    def __init__(self, made: Callable[[Any, torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.made, self.layer, self.last = made, nn.Linear(48, 48), nn.LayerNorm(48)
+        self.token, self.places = nn.Parameter(torch.randn(1, 1, 48)), nn.Parameter(torch.randn(1, 17, 48))
+        self.eval()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        tokens = torch.cat([self.token.expand(x.shape[0], -1, -1), self.patches(x).flatten(2).mT], 1)
+        x = self.block(tokens + self.places)
+        return self.made(self, x, self.norm(x))
+
+
+def two_users(self: Any, x: torch.Tensor, normalised: torch.Tensor) -> Any:
+    y = self.layer(normalised.mean(1))
+    return self.last(y), self.head(y)
+
+
+ROWS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], Any]] = {
+    "a mean's layer and a head": two_users,
+    "a head of one token": lambda self, x, y: (self.head(y[:, :1]),),
+    "a head of one token of the stream": lambda self, x, y: (self.head(x[:, :1]),),
+    "a head as a map": lambda self, x, y: (self.head(y[:, 0])[..., None, None],),
+    "a sum of layers of one row": lambda self, x, y: (self.head(self.last(self.layer(y.mean(1))) + self.layer(y.mean(1))),),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", few(ROWS, 4))
+def test_heads_of_one_row_have_the_shape_of_the_models(name: str) -> None:
+    check_outputs(Rows(ROWS[name]))
+
+
+MIXED: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], Any]] = {
+    "a stream and a mean": lambda self, x, y: self.last(x[:, :1] + self.layer(y.mean(1))[:, None])[:, 0],
+    "two layers": lambda self, x, y: self.last(x[:, 0] + (self.layer(y[:, 0]) + self.layer(y[:, 1:].mean(1)))),
+    "joined": lambda self, x, y: torch.cat([y[:, :1], y[:, 1:].mean(1, keepdim=True)], -1) @ torch.eye(96, 7),
+}
+
+
+@pytest.mark.parametrize("name", few(MIXED, 2))
+def test_one_row_and_tokens_are_not_added(name: str) -> None:
+    message = r"one is \(batch, channels\) of one row, the other \(batch, tokens, channels\)$"
+    with pytest.raises(UnsupportedError, match=message):
+        qflash.quantize_model(Rows(MIXED[name]), [draw_images(8, 3, 32)], mean=[0.5] * 3, std=[0.3] * 3, progress=False)

@@ -339,6 +339,11 @@ def across_heads(x: torch.Tensor) -> torch.Tensor:
     return _sum(x, x.roll(1, dims=1), angles(TOKENS, 6).repeat(1, 2))
 
 
+def with_a_term(x: torch.Tensor) -> torch.Tensor:
+    rotated = _sum(x[..., :6], halves(x[..., :6]), angles(TOKENS, 3).repeat(1, 2))
+    return torch.cat((rotated, x[..., 6:] + torch.linspace(-1, 1, 6)), -1)
+
+
 @pytest.mark.parametrize(
     ("query", "key", "message"),
     [
@@ -351,6 +356,7 @@ def across_heads(x: torch.Tensor) -> torch.Tensor:
         (of_three, of_three, "channels are not added in pairs, the same for all tokens and heads"),
         (twice, twice, "has no integer form"),
         (with_other_tokens, with_other_tokens, "has no integer form"),
+        (with_a_term, with_a_term, "something is added to channels before or behind them"),
         (across_heads, across_heads, "a channel is added to one of another head"),
     ],
 )

@@ -95,7 +95,8 @@ def network_coverage(
         network = quantize_model(model, [images], mean=mean, std=std, outputs=outputs, progress=progress)
     except MemoryError:
         raise
-    except Exception as error:  # whatever happens is what is asked for, but for arguments that are no such
+    except Exception as error:  # whatever happens is an answer
+        # but for statistics that are none: this is called for the error that it raises then
         find_statistics(model, image[0], mean, std)
         kind = "" if isinstance(error, (ValueError, TypeError)) else f"{type(error).__name__}: "
         reason = f"computed on {DRAWN} drawn images: {kind}{error}"

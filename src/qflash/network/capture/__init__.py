@@ -122,7 +122,8 @@ def capture(
             raise UnsupportedError(f"output {name!r} {why}" + f"; outputs={others} leaves it out" * bool(others))
         if each.source.kind == "images":
             raise UnsupportedError(f"output {name!r} is the images, rearranged; outputs can name others")
-        if not begins_with_batch(each):
+        # of what follows an operation that was refused nothing is known
+        if each.source.kind != "unknown" and not begins_with_batch(each):
             sizes = ", ".join(map(str, nodes[name].meta["val"].shape))
             raise UnsupportedError(
                 f"output {name!r} must have the batch first, has shape ({re.sub(r's[0-9]+', 'batch', sizes)})"

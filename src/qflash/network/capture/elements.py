@@ -13,7 +13,7 @@ from ...specification.layers import ACTIVATIONS
 from .attention import Scores
 from .curves import Curve, applied, combined
 from .moves import Stacked
-from .norms import RowSize, Squares, mean, normalised, power, row_sum, scaled_norm
+from .norms import RowSize, Squares, is_number, mean, normalised, power, row_sum, scaled_norm
 from .operations import RefusedError, View, wide
 from .products import add_layer, sum_of_linear, with_bias
 from .tracer import Handler, Sigmoid, Tracer, aten, is_computed
@@ -86,7 +86,7 @@ def mul(trace: Tracer, a: Any, b: Any) -> Any:
     trace.refuse_steps(*(x for x in (a, b) if not isinstance(x, View)))
     if isinstance(a, RowSize):
         a, b = b, a
-    if isinstance(b, RowSize) and not is_computed(a) and wide(a).numel() == 1:
+    if isinstance(b, RowSize) and not is_computed(a) and is_number(wide(a), b):
         return b.times(float(wide(a)))
     if isinstance(b, RowSize):
         return normalised(trace, a, b, times=True)

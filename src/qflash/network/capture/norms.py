@@ -14,7 +14,10 @@ from .operations import RefusedError, Symbol, View, counted, same, wide
 from .tracer import Handler, Tracer, aten, is_computed
 
 MOST_FLOOR = 1e-4
-"""Largest number that a row's norm may be bounded by from below: it is far below what a residual stream's unit shows."""
+"""Largest number that a row's norm may be bounded by from below: it is far below what a residual stream's unit shows.
+
+Of a norm that is multiplied by a small number, the number may be as large beside the root of the mean of the row's squares.
+"""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,23 +55,34 @@ class RowSize(Symbol):
 
     def plus(self, term: torch.Tensor) -> RowSize:
         """Return the numbers plus a constant."""
-        if self.exponent == 0.5 and term.numel() == 1 and 0 <= float(term) <= MOST_FLOOR:
+        if not is_number(term, self):
+            raise RefusedError("sum of norms of rows and more than one number")
+        if self._may_be_at_least(float(term)):
             return self.at_least(float(term))
-        if self.exponent != 1 or term.numel() != 1 or float(term) < 0:
+        if self.exponent != 1 or float(term) < 0:
             raise RefusedError("sum of norms of rows")
         return dataclasses.replace(self, epsilon=self.epsilon + float(term))
 
     def at_least(self, number: float) -> RowSize:
         """Return the larger of the numbers and a small constant; only rows as small as that differ from a sum of both."""
-        if self.exponent != 0.5 or not 0 <= number <= MOST_FLOOR:
+        if not self._may_be_at_least(number):
             raise RefusedError("least number of norms of rows")
         return dataclasses.replace(self, epsilon=self.epsilon + number**2)
+
+    def _may_be_at_least(self, number: float) -> bool:
+        """Tell whether the numbers are norms, and a constant is far below those of rows that a network has."""
+        # of a root of the mean of squares a product of 1/channels and channels may be rounded
+        most = MOST_FLOOR * min(1.0, (self.scale * self.squares.shape[-1]) ** 0.5 * (1 + 1e-6))
+        return self.exponent == 0.5 and 0 <= number <= most
 
     def times(self, number: float) -> RowSize:
         """Return the numbers times a positive one."""
         if number <= 0:
             raise RefusedError("product of norms of rows")
-        inside = number ** (1 / self.exponent)
+        try:
+            inside = number ** (1 / self.exponent)
+        except ArithmeticError:
+            raise RefusedError(f"product of {number} and a power {self.exponent} of sums of squares") from None
         return dataclasses.replace(self, scale=self.scale * inside, epsilon=self.epsilon * inside)
 
     def power(self, exponent: float) -> RowSize:
@@ -81,6 +95,11 @@ class RowSize(Symbol):
         if self.exponent != (-0.5 if times else 0.5) or view.source is not own.source or view.shape != own.shape:
             return False
         return same(view.index, own.index) and same(view.factor, own.factor) and same(view.term, own.term)
+
+
+def is_number(x: torch.Tensor, other: Symbol) -> bool:
+    """Tell whether a constant is one number, which leaves the shape of another tensor as it is."""
+    return x.numel() == 1 and x.dim() <= len(other.shape)
 
 
 def layer_norm(
@@ -127,7 +146,7 @@ def vector_norm(trace: Tracer, x: Any, order: Any = 2, dims: Any = None, keepdim
 def clamp_min(trace: Tracer, x: Any, least: Any) -> Any:
     if isinstance(x, View) and not is_computed(least) and bool((wide(least) == 0).all()):
         return trace.made("relu", (x,), trace.seen(0), x.shape)
-    if is_computed(least) or not isinstance(x, RowSize):
+    if is_computed(least) or not isinstance(x, RowSize) or not is_number(wide(least), x):
         raise RefusedError("least number of norms of rows")
     return x.at_least(float(least))
 

@@ -263,7 +263,7 @@ def whole(operation: Operation) -> View:
 
 def begins_with_batch(view: View) -> bool:
     """Tell whether a view's first dimension is that of images."""
-    if view.shape[0] != BATCH:
+    if view.shape[:1] != (BATCH,) or view.source.rows % BATCH:
         return False
     places = view.places().reshape(BATCH, -1)
     image = places // (view.source.rows // BATCH * view.source.channels)

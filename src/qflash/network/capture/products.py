@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ..matrix import Affine, Matrix
-from .operations import Product, RefusedError, View, call_behind, counted, same, wide
+from .operations import BATCH, Product, RefusedError, View, call_behind, counted, same, wide
 from .tracer import Handler, Tracer, aten, image_order, is_computed
 
 
@@ -46,6 +46,9 @@ def add_layer(trace: Tracer, view: View, seen: Sequence[fx.Node], layer: Affine)
     """
     if view.source.kind == "images":
         view, layer = _on_pixels(view, layer)
+    if view.source.kind == "join" and (constants := view.constants_of_rows()) is not None:
+        # tensors that are joined are quantised one by one: what comes behind them all is the layer's
+        view, layer = dataclasses.replace(view, factor=None, term=None), layer.with_inputs(*constants)
     if (order := _token_order(view)) is not None:
         layer = Affine(layer.matrix.columns(order), layer.bias)
         view, seen = view.moved(_channels(order)), [call_behind(seen[0], "ordered", _channels(order))]
@@ -103,6 +106,9 @@ def means_of_tokens(trace: Tracer, weights: torch.Tensor, x: View, seen: fx.Node
 
     Returns:
         (images, means, channels), or None where the matrix is something else.
+
+    Raises:
+        RefusedError: what it averages is of several images.
     """
     if weights.dim() != 3 or len(x.shape) != 3 or not bool((weights == weights[:1]).all()):
         return None
@@ -118,6 +124,10 @@ def means_of_tokens(trace: Tracer, weights: torch.Tensor, x: View, seen: fx.Node
 
     if count == 1:
         return x.moved(together)
+    image = x.places().flatten(1) // max(x.source.rows * x.source.channels // BATCH, 1)
+    # constant tokens are of no image
+    if not bool(((image == image.amax(dim=1, keepdim=True)) | (image < 0)).all()):
+        raise RefusedError("means of tokens whose channels are of several images (the batch must be before the tokens)")
     mean = torch.eye(channels, dtype=torch.float64, device="cpu").repeat(1, count) / count
     return add_layer(trace, x.moved(together), [call_behind(seen, "together", together)], Affine(Matrix.of(mean)))
 

@@ -18,7 +18,7 @@ from .builder import Builder, Ranges
 from .heads import Part, add_heads, part_of
 from .inputs import take
 from .layers import fill_layer, scaled
-from .rows import Rows, refusal, rows_of
+from .rows import Rows, are_same, refusal, rows_of
 
 
 def lower_attention(net: Builder, operation: Operation) -> None:
@@ -28,10 +28,9 @@ def lower_attention(net: Builder, operation: Operation) -> None:
     projection = net.layer_behind(operation)
     if projection is None and net.only_kind(operation) != "norm":
         raise refusal(operation, "it stands before something else than one linear layer or normalisation")
-    parts, rows = _parts_of(net, operation)
-    first = parts[0].linear
+    parts, rows, before = _parts_of(net, operation)
     matrix = Matrix.join([part.layer.matrix for part in parts], 0)
-    source, grid_of = take(net, rows, operation, first.seen[0], matrix, "qkv")
+    source, grid_of = take(net, rows, operation, before, matrix, "qkv")
     prefix = operation.name or "attention"
     if operation.is_causal and mask is not None:
         raise refusal(operation, "it is causal and has a bias")
@@ -80,8 +79,8 @@ def lower_attention(net: Builder, operation: Operation) -> None:
             module.bias.copy_(bias_to_fixed(mask.to(torch.float32).expand(module.bias.shape)))
 
 
-def _parts_of(net: Builder, operation: Operation) -> tuple[list[Part], Rows]:
-    """Return query (if it is no constant), key and value of attention, and the rows that their linear layers take."""
+def _parts_of(net: Builder, operation: Operation) -> tuple[list[Part], Rows, fx.Node]:
+    """Return query (if it is no constant), key and value, the rows that their layers take, and the traced node with these."""
     query, key, value = operation.inputs
     if key.shape != value.shape or key.shape[:2] != query.shape[:2] or key.shape[3] != query.shape[3]:
         raise refusal(operation, "query, key and value have different heads or channels")
@@ -95,14 +94,41 @@ def _parts_of(net: Builder, operation: Operation) -> tuple[list[Part], Rows]:
         raise refusal(operation, "it takes some tokens of its linear layers that are not the first ones")
     if any(len(part.tokens) != part.linear.rows // query.shape[0] for part in parts[-2:]):
         raise refusal(operation, "keys or values are some tokens of those that its linear layers take")
-    rows = rows_of(parts[0].linear.inputs[0], parts[0].linear)
-    for part in parts:
-        other = rows_of(part.linear.inputs[0], part.linear)
-        if other.source is not rows.source or not torch.equal(other.table, rows.table):
+    taken = [rows_of(part.linear.inputs[0], part.linear) for part in parts]
+    # constants of one stay with what all take, those of the others become part of their layers
+    chosen = 0 if are_same(taken) else next((place for place, rows in enumerate(taken) if rows.is_plain), 0)
+    for part, rows in zip(parts, taken, strict=True):
+        if rows.source is not taken[0].source or not torch.equal(rows.table, taken[0].table):
             raise refusal(operation, "query, key and value are not of the same tokens")
+        if not torch.equal(rows.columns, taken[0].columns):
+            raise refusal(operation, "query, key and value take the same channels in different orders")
         if any(user.kind not in ("attention", "norm", "rotary") for user, _ in net.users[part.linear]):
             raise refusal(operation, "query, key or value are used elsewhere, too")
-    return parts, rows
+        part.layer = part.layer.with_inputs(*_constants_behind(rows, taken[chosen], operation))
+    return parts, taken[chosen], parts[chosen].linear.seen[0]
+
+
+def _constants_behind(rows: Rows, first: Rows, user: Operation) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return by what the same rows with other constants are multiplied, and what is then added, float64 (channels,) or None.
+
+    Args:
+        rows: with constants.
+        first: the same rows, with those that are there already.
+        user: attention, for messages.
+    """
+    if rows.has_constants_of(first):
+        return None, None
+    why = "what is added before query, key and value differs from token to token, and not in the same way for all"
+    factor, term = rows.factor, rows.term_of_all(user, why)
+    own, own_term = first.factor, first.term_of_all(user, why)
+    if own is not None:
+        if not bool(own.all()):
+            raise refusal(user, "query, key and value are multiplied by different constants, some of which are 0")
+        factor = (torch.ones_like(own) if factor is None else factor) / own
+    if own_term is not None:
+        moved = own_term if factor is None else own_term * factor
+        term = -moved if term is None else term - moved
+    return factor, term
 
 
 def _attention_stream(net: Builder, operation: Operation, core: str, seen: fx.Node) -> Callable[[Ranges], None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ class Builder:
         twins: what nodes stand for in floating point.
         references: by node what its output stands for: a float tensor, and the group of a residual stream.
         selected: by node that takes tokens of another one the other.
-        flat: nodes whose output is (images, channels), as the mean of an image is, and what is made of it.
+        flat: nodes whose output is (images, channels), as the mean of an image or one token of it is, and what is made of it.
     """
 
     def __init__(self, captured: Captured, recipe: Recipe, image: tuple[int, ...]) -> None:
@@ -189,7 +189,7 @@ class Builder:
             unique = f"{name}_{number}"
         self.modules[unique] = module
         self.nodes.append(Node(unique, tuple(inputs)))
-        if isinstance(module, (Mean, SelectToken)) or inputs[0] in self.flat:
+        if isinstance(module, (Mean, SelectToken)) or getattr(module, "single", False) or inputs[0] in self.flat:
             self.flat.add(unique)
         if twin is not None:
             self.twins[unique] = twin
@@ -205,6 +205,15 @@ class Builder:
         self.selected[name] = node
         return name
 
+    def require_one_shape(self, nodes: Sequence[str], user: Operation) -> None:
+        """Require nodes whose outputs are all (images, channels), or all (images, tokens, channels).
+
+        Raises:
+            UnsupportedError: they are not.
+        """
+        if len({node in self.flat for node in nodes}) > 1:
+            raise refusal(user, "of what it takes one is (batch, channels) of one row, the other (batch, tokens, channels)")
+
     # --- residual streams ---------------------------------------------------------------------------------------
 
     def group(self) -> Group:
@@ -217,9 +226,7 @@ class Builder:
         group.seen.append(node)
         self.watch(node)
 
-    def begin(
-        self, operation: Operation, node: str, group: Group, view: View | None = None
-    ) -> Stream:  # fmt: skip
+    def begin(self, operation: Operation, node: str, group: Group, view: View | None = None) -> Stream:
         """Return the stream that an operation's node makes.
 
         Args:

@@ -143,7 +143,7 @@ def take(
         return norm.node, fill_norm
     stream, there = stream_of(net, rows.view, seen, user)
     module: Mean | Narrow
-    if rows.table.shape == (1, 1) and single:
+    if rows.table.shape == (1, 1) and single and not stream.is_flat:
         # one token of the residual stream, whose mean is itself
         module = Mean(1, stream.channels, "int8", int(there.table[0, 0]))
         name = net.add(f"{stream.node}_token", module, stream.node, twin=FloatTwin())
@@ -165,21 +165,27 @@ def take(
     return name, fill
 
 
-def take_joined(net: Builder, layers: Sequence[tuple[Operation, Matrix]], kind: str) -> Taken:
+def take_joined(net: Builder, layers: Sequence[tuple[Operation, Matrix]], kind: str, *, single: bool = False) -> Taken:
     """Return what :func:`take` does for layers that become one, which takes the inputs of all, one behind the other.
 
     Args:
         net: the network.
         layers: with their weights. Each takes one tensor, or several that are joined.
-        kind: of :data:`.conversion.SPREADS`; heads make an output, and can take one token.
+        kind: of :data:`.conversion.SPREADS`; heads make an output.
+        single: whether heads that take one token of an image make (batch, channels) of it.
     """
     taken: list[Taken] = []
     for layer, matrix in layers:
         inner = layer.inputs[0].source
         pieces = [(layer.inputs[0], layer.seen[0])]
         if inner.kind == "join":
-            if not rows_of(layer.inputs[0], layer).is_whole:
+            joined = rows_of(layer.inputs[0], layer)
+            if not joined.is_whole:
                 raise refusal(layer, "it takes some of several tensors")
+            if not joined.is_plain:
+                raise refusal(
+                    layer, "constants that differ from token to token are added to, or multiplied with, joined tensors"
+                )
             pieces = list(zip(inner.inputs, inner.seen, strict=True))
         first = 0
         for view, seen in pieces:
@@ -188,9 +194,10 @@ def take_joined(net: Builder, layers: Sequence[tuple[Operation, Matrix]], kind: 
             rows, is_head = rows_of(view, layer), kind == "head"
             if is_head and len(rows.table) != 1 and len(view.shape) == 2:
                 raise refusal(layer, f"it takes {len(rows.table)} tokens of an image")
-            taken.append(take(net, rows, layer, seen, part, kind, single=is_head and len(rows.table) == 1))
+            taken.append(take(net, rows, layer, seen, part, kind, single=single and len(rows.table) == 1))
     if len(taken) == 1:
         return taken[0]
+    net.require_one_shape([name for name, _ in taken], layers[0][0])
     source = net.add(f"{layers[0][0].name or 'output'}_join", Join(), *(name for name, _ in taken))
 
     def fill(ranges: Ranges) -> tuple[Grid, torch.Tensor]:

@@ -253,7 +253,7 @@ def lower_add(net: Builder, operation: Operation) -> None:
     rows, group = rows_of(view, operation), stream.group
     if norms:
         norm = add_norm(net, rows, operation, "int16", residual)
-        node = norm.node
+        node, taken = norm.node, net.nodes[-1].inputs[0]
         net.fills(lambda ranges: norm.fill(group.unit))
     else:
         if rows.table.shape[1] != 1:
@@ -269,7 +269,9 @@ def lower_add(net: Builder, operation: Operation) -> None:
             module.scatter.copy_(scatter)
         twin = FloatTwin(layer.matrix, layer.bias)
         node = net.add(layers[0][0].name or "projection", module, source, residual, twin=twin)
+        taken = source
         net.fills(lambda ranges: fill_layer(module, layer, *grid_of(ranges), group.unit))
+    net.require_one_shape([taken, residual], operation)
     net.begin(operation, node, group)
     net.see(group, operation.node)
 

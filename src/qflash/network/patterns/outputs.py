@@ -90,8 +90,12 @@ def _mean_of_norm(
         tokens: how many, and the first of them.
         matrix, seen: see :func:`_taken_of_mean`.
     """
-    if net.kinds_behind(operation) not in ({"linear"}, {"join"}, {"output"}, {"unrotate"}):
+    kinds = net.kinds_behind(operation)
+    if kinds not in ({"linear"}, {"join"}, {"output"}, {"unrotate"}):
         raise refusal(operation, net.stands_before(operation))
+    # a join that nothing takes is an output, which is refused there
+    if matrix is None and any(user.kind == "linear" or net.users[user] for user, _ in net.users[operation]):
+        raise refusal(operation, "several linear layers take it, and not all of them take it alone")
     source = rows.source
     every = dataclasses.replace(rows, table=counted(source.rows // BATCH)[:, None])
     norm, term = add_norm(net, every, operation, "int16"), rows.term_of_all(operation, "what is added to tokens differs")
@@ -119,11 +123,15 @@ def _mean_of_norm(
 def _taken_of_mean(net: Builder, operation: Operation) -> tuple[Matrix | None, fx.Node | None]:
     """Return the weights of the one linear layer behind a mean, perhaps with other tensors beside it, and what it takes.
 
-    There are no weights where an output is taken out of a rotated stream, and nothing where the mean is an output.
+    Those of several layers that take the mean alone are one below the other: one grid has to suit them all. There are no
+    weights where an output is taken out of a rotated stream, and nothing where the mean is an output.
     """
     if (behind := net.layer_behind(operation)) is not None:
         layer, seen, columns = behind
         return layer.affine.matrix.columns(columns), seen
+    layers = [user for user, _ in net.users[operation]]
+    if net.kinds_behind(operation) == {"linear"} and all(x.affine.matrix.shape[1] == operation.channels for x in layers):
+        return Matrix.join([x.affine.matrix for x in layers], 0), layers[0].seen[0]
     return None, net.users[operation][0][0].seen[0] if net.only_kind(operation) == "unrotate" else None
 
 
@@ -216,7 +224,7 @@ def _head(net: Builder, output: Output) -> str:
     # what the sum is multiplied by does not change how its inputs are best quantised
     layers, layer = summands(dataclasses.replace(output.view, factor=None, term=None), source)
     layer = layer.then(rows.factor, rows.term_of_all(source, "what is added to tokens differs"))
-    node, grid_of = take_joined(net, layers, "head")
+    node, grid_of = take_joined(net, layers, "head", single=len(output.view.shape) == 2)
     module = Linear(layer.matrix.shape[1], layer.matrix.shape[0], "int32")
     name = net.add(layers[0][0].name or output.name, module, node, twin=FloatTwin(layer.matrix, layer.bias))
 

@@ -63,6 +63,8 @@ def positions_of(view: View, user: Operation, like: Positions | None = None) -> 
         raise _refusal(user, "tokens are in windows")
     plain, other = (view.of(each) for each in operation.inputs)
     place, partner, channels = plain.places(), other.places(), plain.source.channels
+    if any(x.term is not None and bool(x.term.any()) for x in (plain, other)):
+        raise _refusal(user, "something is added to channels before or behind them")
     known = partner >= 0
     if int(place.min()) < 0 or not torch.equal((place // channels)[known], (partner // channels)[known]):
         raise _refusal(user, "channels of different tokens are added")
@@ -70,9 +72,10 @@ def positions_of(view: View, user: Operation, like: Positions | None = None) -> 
         torch.ones(view.shape, dtype=torch.float64, device="cpu") if x.factor is None else x.factor.expand(view.shape)
         for x in (plain, other)
     )
-    cos, sin = cos, torch.where(known, sin, 0.0)
+    sin = torch.where(known, sin, 0.0)
     if bool((swapped := _comes_again(place % channels) & known).any()):
-        # the second channel of a pair has the first one's term first
+        # a second channel written first * sin + second * cos, where the first one is first * cos - second * sin: the channel
+        # that stands first comes again there, and its terms are exchanged
         place, partner = torch.where(swapped, partner, place), torch.where(swapped, place, partner)
         cos, sin = torch.where(swapped, sin, cos), torch.where(swapped, cos, sin)
         plain = dataclasses.replace(plain, index=place)

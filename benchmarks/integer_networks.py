@@ -296,11 +296,11 @@ TABLES = {
     "integer:speed": Table(
         lambda: models(SPEED),
         (
-            *MODEL_AND_BATCH, Column("compiled", SPEED_OF[col.COMPILE], blank(".0f")),
-            Column("integer", SPEED_OF[col.INTEGER], blank(".0f")),
-            Column("integer ÷ compiled", Quotient(SPEED_OF[col.INTEGER], SPEED_OF[col.COMPILE]), ".2f"),
+            *MODEL_AND_BATCH, Column("compiled, images/s", SPEED_OF[col.COMPILE], blank(".0f")),
+            Column("integer, images/s", SPEED_OF[col.INTEGER], blank(".0f")),
+            Column("speed ÷ compiled", Quotient(SPEED_OF[col.INTEGER], SPEED_OF[col.COMPILE]), ".2f"),
             names("compiled, mJ an image", joules(col.COMPILE)), names("integer, mJ an image", joules(col.INTEGER)),
-            Column("integer ÷ compiled", JOULES, ".2f"),
+            Column("energy ÷ compiled", JOULES, ".2f"),
             Column("above idle", Quotient(Of(col.INTEGER, col.MJ_ABOVE_IDLE), Of(col.COMPILE, col.MJ_ABOVE_IDLE)), ".2f"),
         ),
     ),

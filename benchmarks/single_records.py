@@ -166,7 +166,7 @@ TABLES = {
             names("Model", model), names("Tokens", lambda group: group[col.COMPILE].get("tokens")),
             names("Batch", declared.one(col.BATCH)), names("Type", lambda group: group[col.COMPILE][col.DTYPE]),
             Column("compiled, µs", Of(col.COMPILE), ".0f"), Column("integer, µs", Of(col.INTEGER), ".0f"),
-            Column("integer ÷ compiled", Of(col.INTEGER, col.RATIO), ".2f"),
+            Column("compiled ÷ integer", Of(col.INTEGER, col.RATIO), ".2f"),
         ),
     ),
     "record:words": Table(

@@ -4,8 +4,9 @@ Models have published configurations (``configurations`` beside this script), ra
 
     python benchmarks/text_networks.py [--model all-minilm-l6-v2] [--batch 1] [--dtype float16] [--name networks_texts_h200]
 
-writes results/NAME.json beside this script, keeping the rows that were not measured, and the table of docs/integer_network.md;
-with --tables only that. Needs transformers.
+writes results/NAME.json beside this script, keeping the rows that were not measured, and the table of docs/integer_network.md,
+which shows the default's; with --tables only that. A row's ``dtype`` is that of the compiled model beside it. Needs
+transformers.
 """
 
 from __future__ import annotations

@@ -217,14 +217,15 @@ typedef struct {
     int32_t *begin;              /* -SHIFTED times the sum of each key's channels, from which its scores start */
     int32_t *sum;                /* products with V; 8 bits of P times SECTION_KEYS keys fit */
     int64_t *numerator;          /* the same in 64 bits, for online, for 15 bits of P and for longer rows */
+    int32_t *mean;               /* exact row sums: twice the mean of every channel of V, which the missing mass gets */
     /* of every head and channel: */
     int32_t *multiplier;         /* int8 output: fixed_point.output_multiplier; its shift is divided */
     int32_t *shift, *round;      /* into a shift without rounding and one by `round` (0 or 1) with rounding half up */
     float *scale;                /* float output: value scale, NaN where it is not usable */
     float *offset;               /* float output: added to it */
-    int32_t *mean;               /* exact row sums: twice the mean of every channel of V, which the missing mass gets */
+    /* of the workspace: */
     int64_t head;                /* the head whose keys and values are packed, -1 for none */
-    int64_t out_head;            /* the head whose output scales were prepared last, -1 for none */
+    int64_t out_head;            /* the head whose output scales are ready, -1 for none */
     pair reference;
     int usable_key;
 } workspace;
@@ -319,14 +320,14 @@ INLINE int32_t largest_lane(vector x) {
     return most;
 }
 
-/* n <= LANES biases or, as 0 and others, of a boolean mask, from one of a row on; 0 behind them */
+/* Loads n <= LANES values of the mask from element `at` on: biases, or 0 for hidden and not 0 for shown; lanes from n on are
+ * 0. */
 INLINE vector mask_lanes(const problem *x, int64_t at, int64_t n) {
-    const int32_t *bias = (const int32_t *)x->mask + at;
-    const uint8_t *shown = (const uint8_t *)x->mask + at;
     const int64_t step = x->m[3];
-    if (x->masked == 2 && step == 1) return load32(bias, n);
+    if (step == 1) return x->masked == 2 ? load32((const int32_t *)x->mask + at, n) : load8((const int8_t *)x->mask + at, n);
     int32_t found[LANES] = {0};
-    for (int64_t j = 0; j < n; j++) found[j] = x->masked == 2 ? bias[j * step] : shown[j * step];
+    for (int64_t j = 0; j < n; j++)
+        found[j] = x->masked == 2 ? ((const int32_t *)x->mask)[at + j * step] : ((const uint8_t *)x->mask)[at + j * step];
     return load32(found, LANES);
 }
 
@@ -617,7 +618,7 @@ static void attend_part(const void *given, worker me) {
     const problem *x = given;
     const int64_t blocks = (x->queries + BLOCK - 1) / BLOCK, group = x->heads / x->key_heads;
     const share mine = share_of(me, x->batch * x->heads * blocks);
-    const int64_t first_head = mine.begin / blocks;
+    const int64_t first_head = blocks ? mine.begin / blocks : 0;
     workspace w = {0};
     char *memory = (char *)x->scratch + me.number * workspace_bytes(x);
     prepare(x, &w, memory);

@@ -343,7 +343,8 @@ typedef struct {
     int64_t total, squares;
 } row_sums;
 
-/* The sum of n numbers, and that of their squares: of halves of two squares at a time, since two can be 2^31 */
+/* The sum of n numbers, and that of their squares. A sum of two squares can be 2^31: its lower and upper 16 bits are added up
+ * apart, which holds up to 2^18 numbers. */
 INLINE row_sums sum_row(const int16_t *h, int64_t n) {
     vector total = {0}, low = {0}, high = {0};
     row_sums all = {0, 0};
@@ -414,7 +415,7 @@ INLINE void normalise_rows(const normalisation *x, const int64_t bytes, const in
 }
 
 static void layer_norm_part(const void *given, worker me) {
-    const normalisation x = *(const normalisation *)given; /* a copy, which what is written does not change */
+    const normalisation x = *(const normalisation *)given; /* a copy, which stores to `out` cannot change */
     const share rows = share_of(me, x.rows);
     if (x.residual) normalise_rows(&x, 2, 1, rows);
     else if (x.bytes == 1) normalise_rows(&x, 1, 0, rows);

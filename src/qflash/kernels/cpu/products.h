@@ -1,8 +1,9 @@
 /* Matrix products of packed 8-bit integers, and what else the kernels share.
  *
  * A lane of a vector adds up GROUP products of neighbouring values of k: pairs of 16-bit integers, or with VNNI four bytes,
- * unsigned times signed; no sum overflows 32 bits. A tile of a product is ROWS x 2 vectors, which with the operands nearly fill
- * the vector registers. Plain C with GCC's vector types, which GCC and Clang lower to what the CPU has.
+ * unsigned times signed; no sum overflows 32 bits, but for two squares of -2^15, which wrap. A tile of a product is ROWS x 2
+ * vectors, which with the operands nearly fill the vector registers. Plain C with GCC's vector types, which GCC and Clang lower
+ * to what the CPU has.
  */
 #include <stdint.h>
 #include <stdlib.h>
@@ -321,7 +322,7 @@ INLINE vector load16(const int16_t *from, int64_t n) {
     if (n == LANES) memcpy(&x, from, sizeof x);
     else memcpy(&x, from, 2 * n);
 #if defined(__AVX512BW__)
-    return (vector)_mm512_cvtepi16_epi32((__m256i)x); /* GCC's conversion below is that of two halves */
+    return (vector)_mm512_cvtepi16_epi32((__m256i)x); /* GCC makes two conversions, of half a vector each, of the one below */
 #elif defined(__AVX2__)
     return (vector)_mm256_cvtepi16_epi32((__m128i)x);
 #else
@@ -329,11 +330,19 @@ INLINE vector load16(const int16_t *from, int64_t n) {
 #endif
 }
 
+/* n <= LANES numbers of int8 in 32 bits, and 0 */
+INLINE vector load8(const int8_t *from, int64_t n) {
+    vector8 x = {0};
+    if (n == LANES) memcpy(&x, from, sizeof x);
+    else memcpy(&x, from, n);
+    return __builtin_convertvector(x, vector);
+}
+
 /* n <= LANES numbers of int32, and 0 */
 INLINE vector load32(const int32_t *from, int64_t n) {
     vector x = {0};
     if (n == LANES) memcpy(&x, from, sizeof x);
-#if defined(__AVX512BW__)
+#if defined(__AVX512BW__) && !defined(__SANITIZE_ADDRESS__) /* which does not see what such a load reads */
     else x = (vector)_mm512_maskz_loadu_epi32((__mmask16)((1 << n) - 1), from);
 #else
     else memcpy(&x, from, 4 * n);

@@ -11,6 +11,7 @@ transformers.
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from pathlib import Path
@@ -63,18 +64,17 @@ def measure(name: str, batches: list[int], dtypes: list[str], device: torch.devi
     """Return the rows of an encoder: compiled and in integers, by turns, for each batch and type."""
     model, output, tokens = load(name)
     config: Any = model.config
-    placed = model.to(device)
+    model.to(device)
     calibration = draw_texts(config, CALIBRATION_TEXTS, tokens, 1).to(device)
-    network = qflash.quantize_model(placed, [calibration], outputs=[output], progress=False)
+    network = qflash.quantize_model(model, [calibration], outputs=[output], progress=False)
     rows: list[col.Row] = []
     for dtype in dtypes:
         for batch in batches:
             ids = draw_texts(config, batch, tokens, 0).to(device)
-            wanted = placed(ids)[output]
+            wanted = model(ids)[output]
 
             def compiled(dtype: str = dtype, ids: torch.Tensor = ids, wanted: torch.Tensor = wanted) -> Any:
-                floats = load(name)[0].to(device, getattr(torch, dtype))
-                call = torch.compile(floats)
+                call = torch.compile(copy.deepcopy(model).to(getattr(torch, dtype)))
                 return functools.partial(call, ids), {col.SQNR_DB: round(sqnr(wanted, call(ids)[output]), 2)}
 
             def integer(ids: torch.Tensor = ids, wanted: torch.Tensor = wanted) -> Any:

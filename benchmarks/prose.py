@@ -225,11 +225,9 @@ def _beside_energy() -> list[float]:
 
 def _dinov3() -> list[float]:
     """Return DINOv3-B's time compiled over that in integers at batch 64."""
-    return [_of_network(col.COMPILE) / _of_network(col.INTEGER)]
-
-
-def _of_network(method: str) -> float:
-    return _one("networks_h200", col.MEDIAN_US, model="vit_base_patch16_dinov3", batch=64, method=method)
+    known = {"model": "vit_base_patch16_dinov3", "batch": 64}
+    compiled, ours = (_one("networks_h200", col.MEDIAN_US, method=method, **known) for method in (col.COMPILE, col.INTEGER))
+    return [compiled / ours]
 
 
 def _above_the_limit() -> list[float]:

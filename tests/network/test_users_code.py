@@ -116,12 +116,17 @@ def test_wrappers_hand_on_what_they_hold() -> None:
     assert all(torch.equal(network(some), networks[0](some)) for network in networks)
 
 
-class Noisy(nn.Module):
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = make("timm: class token")
+
+
+class Noisy(Classifier):
     """Adds noise to its tokens in eval mode, too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = make("timm: class token")
         self.body.blocks[0].register_forward_hook(lambda _, __, out: out + torch.rand(out.shape[1:]))
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -143,11 +148,7 @@ class Cached(Noisy):
         return {"last_hidden_state": self.body(x), "cache": object()}
 
 
-class CachedLogits(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = make("timm: class token")
-
+class CachedLogits(Classifier):
     def forward(self, x: torch.Tensor) -> Any:
         return {"cache": object(), "logits": self.body(x)}
 
@@ -165,46 +166,37 @@ class ImagesAndTexts(Noisy):
         return self.body(pixel_values) + input_ids
 
 
+class WithConstant(Classifier):
+    """Returns a tensor that needs no image, which is no advice."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.body(x).tanh(), torch.ones(x.shape[0], 2)
+
+
+class Written(Classifier):
+    """Writes to a tensor, which may be in any output."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = self.body(x)
+        out[:, 0] = out[:, 1]
+        return out, self.body(x)
+
+
 ADVICE: dict[type[nn.Module], str] = {
     Noisy: r"aten\.rand, which draws random numbers, in body\.blocks\.0 ",
     Looking: r"data-dependent [^.]*; the model, or a hook, looks at a tensor's values: float\(x\), x\.item\(\), if x > 0$",
     Cached: r"not a known type; outputs=\['last_hidden_state'\], or another list of names, leaves it out$",
     ImagesAndTexts: "; a network takes images or texts alone, and outputs can be a function that gives the model the rest$",
+    WithConstant: r"aten\.tanh in the model .* has no integer form$",
+    Written: r"aten\.copy_ in the model .* has no integer form$",
 }
+"""The end of what is said of models that are refused: advice, or none."""
 
 
 @pytest.mark.parametrize("kind", ADVICE)
-def test_what_cannot_be_traced_comes_with_advice(kind: type[nn.Module]) -> None:
+def test_a_refusal_ends_with_the_advice_that_helps(kind: type[nn.Module]) -> None:
     with pytest.raises(UnsupportedError, match=ADVICE[kind]):
         qflash.quantize_model(kind().eval(), [images(4)], **OPTIONS)
-
-
-def test_outputs_that_need_no_image_are_no_advice() -> None:
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = make("timm: class token")
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return self.body(x).tanh(), torch.ones(x.shape[0], 2)
-
-    with pytest.raises(UnsupportedError, match=r"aten\.tanh in the model .* has no integer form$"):
-        qflash.quantize_model(Both().eval(), [images(4)], **OPTIONS)
-
-
-def test_what_is_written_to_a_tensor_may_be_in_any_output() -> None:
-    class Cleared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = make("timm: class token")
-
-        def forward(self, x: torch.Tensor) -> Any:
-            out = self.body(x)
-            out[:, 0] = out[:, 1]
-            return out, self.body(x)
-
-    with pytest.raises(UnsupportedError, match=r"aten\.copy_ in the model .* has no integer form$"):
-        qflash.quantize_model(Cleared().eval(), [images(4)], **OPTIONS)
 
 
 class Photos(torch.utils.data.Dataset):  # type: ignore[type-arg]

@@ -11,7 +11,7 @@ import qflash
 from helpers import DEVICE, attention_launches, lay_out, make_inputs, print_products, products_printed_by, same_bits, slow
 from qflash.backends import find_backend
 from qflash.kernels.gluon.sm90.launch import last_step, streaming_steps
-from qflash.kernels.triton.launch import pack_value
+from qflash.kernels.triton.launch import pack_key, pack_value
 from qflash.kernels.triton.quantize_streaming import launch_quantize_long, quantizes_long
 from qflash.specification.attention_call import int8_call
 from qflash.specification.recipe import ACCURATE, DEFAULT, PAPER
@@ -89,13 +89,13 @@ def test_attention_has_the_bits_of_the_specification(mask: str) -> None:
 def test_values_can_be_left_as_the_hopper_kernel_takes_them(channels: int, width: int) -> None:
     inputs = [x.to(DEVICE) for x in make_inputs(1, 2, 300, head_dim=channels, dtype=torch.float16)]
     plain, permuted = (launch_quantize_long(*inputs, PLAIN, order) for order in (False, True))
-    # channels of the kernel's width, zero past the last; rows of keys in whole sixteen bytes
+    # channels of the kernel's width, of values zero past the last
     values, again = (
         torch.as_strided(x.value, (1, 2, rows, 384), (2 * rows * 384, rows * 384, 384, 1))
         for x, rows in ((plain, channels), (permuted, width))
     )
     values = torch.nn.functional.pad(values, (0, 0, 0, width - channels))
-    assert torch.equal(permuted.key, plain.key) and permuted.key.stride(2) % 16 == 0
+    assert torch.equal(permuted.key, plain.key) and permuted.key.stride(2) == (64 if channels <= 64 else 128)
     place = torch.arange(384, device=DEVICE)
     key = (place & -16) | ((place & 2) << 2) | ((place & 12) >> 1) | (place & 1)
     # 72 to 96 channels are two spans, each permuted by itself
@@ -109,6 +109,37 @@ def test_values_can_be_left_as_the_hopper_kernel_takes_them(channels: int, width
         call.run()
     assert torch.equal(torch.as_strided(packed, again.shape, again.stride()), again)
     assert torch.equal(sums.sum(2), permuted.value_sums.sum(2))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "tokens_first", "expanded"])
+@pytest.mark.parametrize(("channels", "width"), [(24, 32), (40, 64), (72, 128), (120, 128)])
+def test_keys_can_be_copied_to_whole_lines(channels: int, width: int, layout: str) -> None:
+    key = lay_out(torch.randint(-128, 128, (2, 3, 300, channels), dtype=torch.int8), layout).to(DEVICE)
+    packed, calls = pack_key(key)
+    for call in calls:
+        call.run()
+    assert torch.equal(packed, key) and packed.stride() == (3 * 300 * width, 300 * width, width, 1)
+
+
+@pytest.mark.parametrize(
+    ("channels", "layout", "copied"),
+    [
+        (64, "contiguous", False),
+        (64, "packed", False),
+        (40, "contiguous", True),  # no multiple of 16
+        (48, "contiguous", False),
+        (72, "tokens_first", True),
+        (80, "contiguous", True),
+        (80, "packed", True),
+        (128, "tokens_first", False),
+    ],
+)
+def test_which_int8_keys_are_copied_before_they_stream(channels: int, layout: str, copied: bool) -> None:
+    x = lay_out(torch.empty(2, 8, 2000, channels, dtype=torch.int8, device="meta"), layout)
+    one, out = torch.ones(1, 1, 1, 1, device="meta"), torch.empty_like(x)
+    calls = attention_launches(int8_call(x, one, x, one, x, one, None, False, 0.1, one, out.dtype, DEFAULT), out)
+    copies = ["pack_key_kernel"] * copied
+    assert [call.kernel.__name__ for call in calls] == ["pack_value_kernel", *copies, "long_hopper_kernel"]
 
 
 def test_queries_can_be_left_to_the_attention_kernel() -> None:

@@ -83,6 +83,24 @@ def pack_value_kernel(
 
 
 @triton.jit
+def pack_key_kernel(
+    k_ptr, packed_ptr, k_stride_z, k_stride_h, k_stride_n, keys, WORDS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Write a block of a head's keys as rows of WIDTH words of eight channels; from WORDS on nothing is written.
+
+    The copy engine then reads whole lines of memory, whatever the channels and the tensor's strides, which are in words.
+    """
+    z, h = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
+    word = tl.arange(0, WIDTH)[None, :]
+    inside = (n < keys) & (word < WORDS)
+    words = k_ptr.to(tl.pointer_type(tl.int64)) + z * k_stride_z + h * k_stride_h
+    packed = packed_ptr.to(tl.pointer_type(tl.int64)) + (z * tl.num_programs(1) + h) * keys * WIDTH
+    tl.store(packed + n * WIDTH + word, tl.load(words + n * k_stride_n + word, mask=inside), mask=inside)
+
+
+@triton.jit
 def _add_keys(
     q, key, value, mask, rows, channels, start, queries, keys, factors, weight, offsets, row_max, sums, INSIDE: tl.constexpr,
     WIDE_SUMS: tl.constexpr, ADD_OFFSET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr,

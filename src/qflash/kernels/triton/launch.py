@@ -23,14 +23,24 @@ from ..launch_arguments import (
     row_arguments,
 )
 from ..launch_recorder import KernelLaunch, ScoreTile
-from ..tiles import PORTABLE, SHORT_ROW, SM90_RESIDENT, AttentionShape, Tiles, is_short, most_queries, packed_width
+from ..tiles import (
+    PORTABLE,
+    SHORT_ROW,
+    SM90_RESIDENT,
+    AttentionShape,
+    Tiles,
+    is_short,
+    kernel_width,
+    most_queries,
+    packed_width,
+)
 from .attention_resident import short_kernel
-from .attention_streaming import long_kernel, pack_value_kernel
+from .attention_streaming import long_kernel, pack_key_kernel, pack_value_kernel
 from .constants import RESIDENT_GROUPS, STREAMING_GROUPS, attention_arguments
 from .rules import split_resident, streaming_plan
 
 _PACKED_KEYS = 256
-"""Keys of V that are packed at a time."""
+"""Keys that are packed at a time."""
 
 
 def _own(tiles: Tiles, call: AttentionCall) -> Tiles:
@@ -152,6 +162,30 @@ def pack_value(value: torch.Tensor, fragment_order: bool) -> tuple[torch.Tensor,
         grid = (triton.cdiv(width, block) * parts, heads, min(MOST_BLOCKS, batch - start))
         launches.append(KernelLaunch(pack_value_kernel, grid, arguments, {"num_warps": 4, "num_stages": 2}))
     return packed[:, :, :channels, :keys].mT, sums, launches
+
+
+def pack_key(key: torch.Tensor) -> tuple[torch.Tensor, list[KernelLaunch]]:
+    """Return K in rows of a kernel's width, a view with K's shape, and the launches that fill it.
+
+    Args:
+        key: int8, rows of multiples of eight channels that begin at multiples of eight bytes.
+    """
+    batch, heads, keys, channels = key.shape
+    packed = torch.empty((batch, heads, keys, kernel_width(channels)), dtype=torch.int8, device=key.device)
+    launches = []
+    for start in range(0, batch, MOST_BLOCKS):
+        arguments = {
+            "k_ptr": key[start:],
+            "packed_ptr": packed[start:],
+            **{f"k_stride_{axis}": key.stride(dim) // 8 for dim, axis in enumerate("zhn")},
+            "keys": keys,
+            "WORDS": channels // 8,
+            "WIDTH": packed.shape[3] // 8,
+            "BLOCK_N": _PACKED_KEYS,
+        }
+        grid = (triton.cdiv(keys, _PACKED_KEYS), heads, min(MOST_BLOCKS, batch - start))
+        launches.append(KernelLaunch(pack_key_kernel, grid, arguments, {"num_warps": 4}))
+    return packed[..., :channels], launches
 
 
 def one_element(call: VarlenCall) -> AttentionCall:

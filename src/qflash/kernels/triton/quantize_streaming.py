@@ -42,7 +42,7 @@ from ..common.quantize_ops import (
 from ..common.tile_ops import interleave, inverse_key_order, packed_sequence, packed_start, row_of_channel
 from ..launch_arguments import broadcast_strides, needs_wide_offsets
 from ..launch_recorder import group, launch_kernel
-from ..tiles import packed_width
+from ..tiles import kernel_width, packed_width
 
 _MOST_BATCH = 65535 // 3
 _PROGRAMS = 256
@@ -525,7 +525,7 @@ def launch_quantize_long(
         recipe: whether to subtract the midrange of every key channel first (``smooth_key``), and to give every value channel a
             zero point (``smooth_value``).
         fragment_order: write V in the orders that :mod:`.sm90.attention_streaming` takes, see
-            :func:`.triton.attention_streaming.pack_value_kernel`; then rows of keys are padded to 16 bytes.
+            :func:`.triton.attention_streaming.pack_value_kernel`; then rows of keys are padded to its width.
         lengths: of packed sequences, all in one batch element. Scales and sums then are those of sequences, and values begin at
             :func:`.common.tile_ops.packed_start`. Many short sequences are one launch (:func:`finds_ranges`).
         is_causal: leave out the keys of a sequence past its last query.
@@ -543,8 +543,8 @@ def launch_quantize_long(
         padded = (triton.cdiv(total, 128) + batch) * 128
         cumulative = (lengths.queries, lengths.keys)
     block_d, guard = triton.next_power_of_2(max(channels, value_channels)), key.device.type == "cpu"
-    # TMA needs rows of a multiple of 16 bytes, and the kernel all channels of its width
-    key_row = triton.cdiv(channels, 16) * 16 if fragment_order else channels
+    # the next kernel copies as many channels as it computes with, fastest where no row begins inside a line of memory
+    key_row = kernel_width(channels) if fragment_order else channels
     width = packed_width(value_channels) if fragment_order else value_channels
     together = lengths is not None and finds_ranges(tokens, batch * key_heads)
     chunk = chunk_tokens(max(tokens, queries), max(_CHUNK, triton.next_power_of_2(tokens)) if together else _CHUNK)

@@ -68,8 +68,9 @@ from .ring import TILE, Copies, FirstRing, ring_tiles, total_width
 from .rows import query_factors
 from .two_pass import attend_twice
 
-# Below 96 channels registers are short after quantisation, and always with the ptxas of Triton 3.9, which then waits for
-# every product (warning C7512). Queries in shared memory leave room. Where registers suffice this is 1 to 4 % slower.
+# Below 96 channels registers are short after quantisation and for two spans, and always with the ptxas of Triton 3.9, which
+# then waits for every product (warning C7512). Queries in shared memory leave room. Where registers suffice this is 1 to 4 %
+# slower.
 SHORT_OF_REGISTERS = gl.constexpr(tiles.SHORT_OF_REGISTERS)
 
 
@@ -216,7 +217,7 @@ def long_hopper_kernel(
     q = ()
     for c in gl.static_range(COUNT):
         q = q + (gl.convert_layout(spans[c], gl.DotOperandLayout(0, S, 4), assert_trivial=True),)
-    IN_MEMORY: gl.constexpr = HEAD_DIM < 96 and (RECIPE.QUANTIZE or SHORT_OF_REGISTERS)
+    IN_MEMORY: gl.constexpr = HEAD_DIM < 96 and (COUNT > 1 or RECIPE.QUANTIZE or SHORT_OF_REGISTERS)
     operand = q
     if IN_MEMORY:
         operand = ()

@@ -123,9 +123,15 @@ def _split_reread(tiles: Tiles, work: Work) -> Tiles:
     queries, keys, heads, head_dim, fused, *_, processors = work
     room = most_programs(shared_bytes(keys, head_dim))
     if not tiles.splits and queries > 64:
-        if fits_block(64, 8, head_dim, keys) and head_dim <= 64 and triton.cdiv(queries, 64) * heads <= processors:
-            # the call takes as long as one warp's chain of instructions: two warps share it, and their registers hold the row
-            return tiles._replace(block_m=64, warps=8, splits=triton.cdiv(queries, 64))
+        blocks = triton.cdiv(queries, 64)
+        if blocks * heads <= processors:
+            # the call takes as long as one warp's chain of instructions
+            if fits_block(64, 8, head_dim, keys) and head_dim <= 64:
+                # two warps share it, and their registers hold the row
+                return tiles._replace(block_m=64, warps=8, splits=blocks)
+            if not fused:
+                # blocks of 128 would leave processors idle; from floats those are faster, since eight warps quantise the head
+                return tiles._replace(block_m=64, warps=4, splits=blocks)
         if room == 1 or triton.cdiv(queries, 128) * heads <= processors:
             # one program of eight warps a processor fetches the keys once
             tiles = tiles._replace(block_m=128, warps=8)

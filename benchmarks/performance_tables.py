@@ -766,7 +766,6 @@ class Section(NamedTuple):
 
 REPLAY = "CUDA-graph replay, microseconds"
 """What the head of the page says of all tables; a heading has no line for it."""
-CUDNN_LEFT_OUT = """ cuDNN's float8 is left out: its graph held a second small kernel, so it was not timed alone."""
 PACKAGES = {
     "fa3-fwd": {col.FA3, col.FA3_SPLIT, col.FA3_FLOAT8},
     "sageattention": {col.SAGE},
@@ -825,9 +824,7 @@ package has no fp16, so it takes the inputs in bf16. SageAttention takes 64, 96 
         REPLAY,
         (peers_run("float8") if float8_file() == file_of("peers_float8") else "The run of the first table.")
         + """ Quantisation is outside the clock. FA3 float8 takes e4m3 with one scale a tensor, of a multiple of 16 channels,
-and returns bf16. cuDNN takes multiples of 16 channels, too; its run ended
-before the last eight shapes, whose rows are of the first table's run."""
-        + ("" if col.CUDNN_FLOAT8 in methods_of(float8_file()) else CUDNN_LEFT_OUT),
+and returns bf16. cuDNN takes multiples of 16 channels, too.""",
         Table(beside_float8, from_8_bits),
         (float8_file(),),
     ),

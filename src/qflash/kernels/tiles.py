@@ -24,6 +24,9 @@ SHORT_OF_REGISTERS = tuple(int(part) for part in triton.__version__.split(".")[:
 PORTABLE, SM90_RESIDENT, WINDOWS, SM90_STREAMING = "triton", "sm90.resident", "windows", "sm90.streaming"
 """Families that tiles are chosen for; PORTABLE stands for both of :mod:`.triton`."""
 
+MOST_UNROLL = 2
+"""Most tiles of 128 keys an iteration of :mod:`.sm90.attention_resident` where it reads keys twice; registers hold no four."""
+
 SM90_BLOCKS = ((64, 4), (64, 8), (128, 8))
 """(queries a block, warps) of :mod:`.sm90.attention_resident`: a warp for every sixteen queries, or two."""
 
@@ -129,6 +132,17 @@ def row_fits_registers(keys: int, across: int = 1) -> bool:
     return sum(row_widths(keys, across)) <= _HELD[across - 1]
 
 
+def exchanged_widths(widths: tuple[int, ...], whole: int, unroll: int) -> tuple[int, ...]:
+    """Return the tiles of probabilities that warps of a row exchange in :mod:`.sm90.attention_resident`.
+
+    Args:
+        widths: of a row's tiles, ``whole`` of which have 128 keys.
+        unroll: tiles an iteration where keys are passed over twice: its tiles have places, and each tile behind the loop. 0
+            where registers hold the scores, and all tiles have places.
+    """
+    return (*widths[:unroll], *widths[whole // unroll * unroll :]) if unroll else widths
+
+
 def is_crowded(keys: int) -> bool:
     """Tell whether a row of so many keys leaves :mod:`.sm90.attention_resident` registers for little else.
 
@@ -138,20 +152,23 @@ def is_crowded(keys: int) -> bool:
 
 
 @functools.lru_cache(1024)
-def shared_bytes(keys: int, head_dim: int, tail: int = 0) -> int:
+def shared_bytes(keys: int, head_dim: int, tail: int = 0, across: int = 1) -> int:
     """Return the shared memory that :mod:`.sm90.attention_resident` takes where it reads keys twice.
 
     Args:
         keys: keys a row.
         head_dim: channels.
         tail: places for queries past whole blocks that are a matter of their own.
+        across: warps that share sixteen queries, of which there are 64 if these are two.
     """
-    widths, spans = row_widths(keys), [kernel_width(span) for span in channel_spans(head_dim)]
+    widths, spans = row_widths(keys, across), [kernel_width(span) for span in channel_spans(head_dim)]
     values = [max(value_width(span), 64 if tail else 16) for span in channel_spans(head_dim)]
     key_rows, value_rows = (sum(max(width, rows) for width in widths) for rows in (64 if tail else 32, 32))
     staged = key_rows * sum(spans) + value_rows * sum(values)
     # sums and scales of V's channels, and what reductions by eight warps pass through
     extra = 16 * sum(spans)
+    if across > 1:
+        extra += 64 * (sum(exchanged_widths(tuple(widths), keys // 128, MOST_UNROLL)) + 3 * 4 * across)
     return staged + extra + tail * (sum(spans) + sum(max(width, 64) for width in widths))
 
 
@@ -206,9 +223,11 @@ def unusual(recipe: Recipe) -> str | None:
 def fits_block(block_m: int, warps: int, head_dim: int, keys: int) -> bool:
     """Tell whether :mod:`.sm90.attention_resident` has registers for such blocks: a warp or two for sixteen queries."""
     across = 16 * warps // block_m
-    whole = row_fits_registers(keys, across)
-    fits = not whole or block_m <= most_queries(widest_span(head_dim))
-    return (block_m, warps) in SM90_BLOCKS and (whole or across == 1) and fits
+    if row_fits_registers(keys, across):
+        fits = block_m <= most_queries(widest_span(head_dim))
+    else:
+        fits = across == 1 or most_programs(shared_bytes(keys, head_dim, across=across)) > 0
+    return (block_m, warps) in SM90_BLOCKS and fits
 
 
 def window_widths(keys: int) -> tuple[int, ...]:

@@ -106,6 +106,7 @@ CASES: tuple[AnyCase, ...] = (
     Case("class-token", 197, 64, batch=8, queries=1),  # of the last block
     Case("vit-577", 577, 64, batch=128),  # 384 pixels: every score is computed twice there
     Case("vit-1370", 1370, 64, batch=24),  # DINOv2, 518 pixels: programs there go from head to head
+    Case("vit-785-few", 785, 64, batch=1, input="float16", output="float16"),  # one image: two warps share sixteen queries
     Case("vit-bool-tensor", 197, 64, mask="bool", granularity="tensor"),
     Case("vit-bias", 197, 64, mask="bias"),
     Case("vit-80", 197, 80),

@@ -275,5 +275,5 @@ def packed_hopper_kernel(
         query = query_factors(query_bits, query_scales, RECIPE)
         attend_twice(
             q, query, store, sums, output, STRIDES.o[2], each * BLOCK_M, queries, HEAD_DIM, WARPS, "end",
-            RECIPE,
+            RECIPE, ((), 0, 0, 0), 1,
         )  # fmt: skip

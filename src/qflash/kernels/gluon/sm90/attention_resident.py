@@ -60,7 +60,7 @@ from ..row_ops import row_sum
 from .layouts import (
     channel_spans,
     depth,
-    eight_layout,
+    exchanged_widths,
     inverse_count,
     is_crowded,
     output_layout,
@@ -82,12 +82,13 @@ from .query_block import (
     finished,
     fold_columns,
     load_queries,
-    part_sums,
+    load_sums,
     quarter_sums,
     read_queries,
     row_amplitude,
     row_inverses,
     start_scores,
+    store_sums,
     stored_beside_outputs,
     stored_columns,
     sums_of_four,
@@ -118,16 +119,6 @@ def _all_scores(q, k_smem, WIDTHS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl
     for t in gl.static_range(len(WIDTHS)):
         scores = scores + (start_scores(q, first_keys(k_smem[t], WIDTHS[t]), WARPS, ACROSS),)
     return scores
-
-
-@gluon.jit
-def _parts_of_row(parts, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """A tile's sums by four, added up as far as no lanes have to exchange."""
-    if ACROSS == 1:
-        parts = quarter_sums(parts, WARPS)
-    else:
-        parts = part_sums(parts, ACROSS)
-    return parts
 
 
 @gluon.jit
@@ -168,7 +159,6 @@ def _attend_in_registers(
     TILES: gl.constexpr = len(WIDTHS)
     PV: gl.constexpr = product_layout(v_smem[0][0].shape[0], WARPS, ACROSS)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PV, 4)
-    RL: gl.constexpr = gl.SliceLayout(1, eight_layout(WARPS, ACROSS))
     PRODUCTS: gl.constexpr = SUMS == "products"
     BEHIND: gl.constexpr = TILES if PRODUCTS else 0
     accumulator = ()
@@ -221,36 +211,36 @@ def _attend_in_registers(
             accumulator = add_values(accumulator, p, v_smem[t], WARPS, ACROSS)
         else:
             p_smem[t].store(p)
-        more = _parts_of_row(sums_of_four(p), WARPS, ACROSS)
+        more = quarter_sums(sums_of_four(p), WARPS, ACROSS)
         if t == 0:
             parts = more
         else:
-            parts += gl.convert_layout(more, parts.type.layout, assert_trivial=True)
+            parts += more
         if RECIPE.EXACT:
-            more = _parts_of_row(finer, WARPS, ACROSS)
+            more = quarter_sums(finer, WARPS, ACROSS)
             if t == 0:
                 fine_parts = more
             else:
-                fine_parts += gl.convert_layout(more, fine_parts.type.layout, assert_trivial=True)
+                fine_parts += more
     if ACROSS == 1:
         total = row_sum(parts)
         fine = total
         if RECIPE.EXACT:
             fine = row_sum(fine_parts)
     else:
-        total_smem.store(gl.sum(gl.reshape(parts, (M, ACROSS, 32 // ACROSS)), 2))
+        store_sums(parts, total_smem, ACROSS)
         if RECIPE.EXACT:
-            fine_smem.store(gl.sum(gl.reshape(fine_parts, (M, ACROSS, 32 // ACROSS)), 2))
+            store_sums(fine_parts, fine_smem, ACROSS)
         fence_async_shared()
         barrier()
         if not PRODUCTS:
             accumulator = begin_outputs(sums, value_widths(CHANNELS), SUMS == "begin", WARPS, ACROSS)
         for t in gl.static_range(TILES):
             accumulator = add_values(accumulator, p_smem[t], v_smem[t], WARPS, ACROSS)
-        total = gl.convert_layout(gl.sum(total_smem.load(part_layout(WARPS, ACROSS)), 1), RL, assert_trivial=True)
+        total = load_sums(total_smem, WARPS, ACROSS)
         fine = total
         if RECIPE.EXACT:
-            fine = gl.convert_layout(gl.sum(fine_smem.load(part_layout(WARPS, ACROSS)), 1), RL, assert_trivial=True)
+            fine = load_sums(fine_smem, WARPS, ACROSS)
     COUNT: gl.constexpr = stored_columns(WIDTHS)
     numerators = finished_outputs(accumulator, sums, SUMS == "end", WARPS, ACROSS)
     rows = row_inverses(total, fine, COUNT, RECIPE.EXACT)
@@ -261,9 +251,12 @@ def _attend_in_registers(
 @gluon.jit
 def _allocate(
     HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, BLOCK_M: gl.constexpr, TAIL: gl.constexpr, ACROSS: gl.constexpr,
-    TWICE: gl.constexpr,
+    UNROLL: gl.constexpr,
 ):  # fmt: skip
-    """Shared memory of a head: keys and values per tile, whole tiles in one piece, what warps of a row exchange."""
+    """Shared memory of a head: keys and values per tile, whole tiles in one piece, what warps of a row exchange.
+
+    Where keys are passed over twice (UNROLL) there is room for the probabilities of an iteration, and of each tile behind.
+    """
     D: gl.constexpr = span_widths(HEAD_DIM)
     DV: gl.constexpr = value_widths(HEAD_DIM)
     COUNT: gl.constexpr = len(D)
@@ -276,7 +269,7 @@ def _allocate(
     p_smem = ()
     k_whole = ()
     v_whole = ()
-    if TWICE:
+    if UNROLL:
         # in one piece, so that loops can index them
         for c in gl.static_range(COUNT):
             k_whole = k_whole + (_allocate_tiles(KEYS // 128, 128, D[c]),)
@@ -290,12 +283,13 @@ def _allocate(
             keys = keys + (allocate(max(WIDTHS[i], LEAST), D[c]),)
             values = values + (allocate(max(DV[c], VALUE_LEAST), depth(WIDTHS[i])),)
         k_smem, v_tall = k_smem + (keys,), v_tall + (values,)
-        if ACROSS > 1:
-            p_smem = p_smem + (allocate(BLOCK_M, WIDTHS[i]),)
     most_smem = 0
     total_smem = 0
     fine_smem = 0
     if ACROSS > 1:
+        EXCHANGED: gl.constexpr = exchanged_widths(WIDTHS, KEYS // 128, UNROLL)
+        for i in gl.static_range(len(EXCHANGED)):
+            p_smem = p_smem + (allocate(BLOCK_M, EXCHANGED[i]),)
         EXCHANGE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         most_smem = gl.allocate_shared_memory(gl.int32, [BLOCK_M, ACROSS], EXCHANGE)
         total_smem = gl.allocate_shared_memory(gl.int32, [BLOCK_M, ACROSS], EXCHANGE)
@@ -467,10 +461,10 @@ def _head(
                 words, DTYPE, qs_base, STRIDES.qs[2], head_bits, first, queries, RECIPE, WARPS, ACROSS
             )  # fmt: skip
             if TWICE:
-                store = known_keys(k_whole, v_whole, k_smem, v_smem, DV, KEYS, PLAN.UNROLL)
+                store = known_keys(k_whole, v_whole, k_smem, v_smem, DV, KEYS, PLAN.UNROLL, ACROSS)
                 attend_twice(
                     q, query_factors(query_bits, query_scales, RECIPE), store, sums, output, STRIDES.o[2], first, queries,
-                    HEAD_DIM, WARPS, SUMS, RECIPE,
+                    HEAD_DIM, WARPS, SUMS, RECIPE, exchange, ACROSS,
                 )  # fmt: skip
             else:
                 scores = _all_scores(q, k_smem, WIDTHS, WARPS, ACROSS)
@@ -502,7 +496,7 @@ def hopper_kernel(
     """
     DEPENDENT: gl.constexpr = PLAN.DEPENDENT
     wait_for_kernels(DEPENDENT)
-    memory = _allocate(HEAD_DIM, KEYS, BLOCK_M, PLAN.TAIL, PLAN.ACROSS, PLAN.UNROLL > 0)
+    memory = _allocate(HEAD_DIM, KEYS, BLOCK_M, PLAN.TAIL, PLAN.ACROSS, PLAN.UNROLL)
     if PLAN.BLOCKS:
         at = gl.program_id(0) * share
         end = gl.minimum(at + share, total)

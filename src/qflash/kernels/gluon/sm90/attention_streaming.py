@@ -245,5 +245,5 @@ def long_hopper_kernel(
             o_base += first_q * STRIDES.o[0]
     attend_twice(
         operand, (usable, multiplier, fraction_bits), store, sums, (means, factors, o_base), STRIDES.o[0], first, queries,
-        HEAD_DIM, WARPS, "begin" if BEGIN else "end", RECIPE,
+        HEAD_DIM, WARPS, "begin" if BEGIN else "end", RECIPE, ((), 0, 0, 0), 1,
     )  # fmt: skip

@@ -26,12 +26,14 @@ from triton.experimental.gluon import language as gl
 
 from ....specification.fixed_point import inverse_count as inverse_of
 from ...tiles import channel_spans as spans_of
+from ...tiles import exchanged_widths as exchanged_of
 from ...tiles import is_crowded as crowded
 from ...tiles import kernel_width as width_of
 from ...tiles import row_widths as widths_of
 from ...tiles import value_width as value_width_of
 
 channel_spans = gluon.constexpr_function(spans_of)
+exchanged_widths = gluon.constexpr_function(exchanged_of)
 inverse_count = gluon.constexpr_function(inverse_of)
 is_crowded = gluon.constexpr_function(crowded)
 kernel_width = gluon.constexpr_function(width_of)
@@ -188,9 +190,9 @@ def score_layout(columns, warps, across=1):
 
 
 @gluon.constexpr_function
-def quarter_layout(warps):
-    """Return a layout of (rows, 4): one number per row for each of the four lanes that share the row."""
-    return rows_layout(4, [[8, 0]], (1, 2), warps)
+def quarter_layout(warps, across=1):
+    """Return a layout of (rows, 4) for each of ``across`` warps: one number per row for each lane that shares the row."""
+    return rows_layout(4 * across, [[8, 0]], (1, 2), warps, across, 4)
 
 
 @gluon.constexpr_function

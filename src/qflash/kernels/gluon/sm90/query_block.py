@@ -43,7 +43,7 @@ from ..ptx_ops import (
     unpack,
     words_of_four,
 )
-from ..row_ops import beside_columns, beside_rows, both_rows, one_row, row_largest
+from ..row_ops import beside_columns, beside_rows, both_rows, one_row, row_largest, row_sum
 from .layouts import (
     channel_spans,
     eight_layout,
@@ -53,6 +53,7 @@ from .layouts import (
     kernel_width,
     output_layout,
     pairs_layout,
+    part_layout,
     product_layout,
     quarter_layout,
     query_layout,
@@ -420,11 +421,35 @@ def sums_of_four(p):
 
 
 @gluon.jit
-def quarter_sums(parts, WARPS: gl.constexpr):
-    """Sums of a tile's sums by four: int32 (rows, 4), one per lane of a quad."""
+def quarter_sums(parts, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1):
+    """Sums of a tile's sums by four: int32 (rows, 4), one per lane of a quad, for each warp that shares the row."""
     M: gl.constexpr = parts.shape[0]
-    parts = gl.reshape(first_of_four(parts), (M, parts.shape[1] // 16, 4))
-    return gl.convert_layout(gl.sum(parts, 1), quarter_layout(WARPS), assert_trivial=True)
+    parts = gl.sum(gl.reshape(first_of_four(parts), (M, ACROSS, parts.shape[1] // (16 * ACROSS), 4)), 2)
+    return gl.convert_layout(gl.reshape(parts, (M, 4 * ACROSS)), quarter_layout(WARPS, ACROSS), assert_trivial=True)
+
+
+@gluon.jit
+def store_sums(parts, smem, ACROSS: gl.constexpr):
+    """Store the sums that each warp of a row has of :func:`quarter_sums`."""
+    smem.store(gl.sum(gl.reshape(parts, (parts.shape[0], ACROSS, 4)), 2))
+
+
+@gluon.jit
+def load_sums(smem, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """The row sums of what :func:`store_sums` stored, a vector."""
+    L: gl.constexpr = gl.SliceLayout(1, eight_layout(WARPS, ACROSS))
+    return gl.convert_layout(gl.sum(smem.load(part_layout(WARPS, ACROSS)), 1), L, assert_trivial=True)
+
+
+@gluon.jit
+def row_sums(parts, smem, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    """Row sums from those of :func:`quarter_sums`, one row per thread; where warps share rows a vector, through ``smem``."""
+    if ACROSS == 1:
+        sums = row_sum(parts)
+    else:
+        store_sums(parts, smem, ACROSS)
+        sums = load_sums(smem, WARPS, ACROSS)
+    return sums
 
 
 @gluon.jit
@@ -451,17 +476,6 @@ def least_of_queries(q, row_max, multiplier, fraction_bits, CHANNELS: gl.constex
             words = words + _quarters(words_of_four(q[c]), quarter_layout(WARPS))
         least = least_of_own_rows(words, CHANNELS << 14, row_max, multiplier, fraction_bits, quarter_layout(WARPS))
     return least
-
-
-@gluon.jit
-def part_sums(parts, ACROSS: gl.constexpr):
-    """Sums of a tile's sums by four, over columns of a warp's part that are 32 / ACROSS apart.
-
-    int32 (rows, 32), of which each of the ACROSS warps has 32 / ACROSS columns.
-    """
-    M: gl.constexpr = parts.shape[0]
-    N: gl.constexpr = parts.shape[1]
-    return gl.reshape(gl.sum(gl.reshape(parts, (M, ACROSS, N // 32, 32 // ACROSS)), 2), (M, 32))
 
 
 @gluon.jit

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ...common.tile_ops import MOST_ROUNDED_KEYS
 from ..ptx_ops import fine_probabilities, least_score, magnitudes, may_wrap, raised, row_exponents
 from ..releases import aggregate, barrier, load_tile
-from ..row_ops import beside_rows, both_rows, one_row, own_twice, row_largest, row_sum
+from ..row_ops import beside_rows, both_rows, one_row, own_twice, row_largest
 from .layouts import of_part, score_layout, span_starts, span_widths, value_widths
 from .query_block import padded_columns, part_steps, tile_of
 
@@ -122,7 +122,7 @@ class ProgramRow:
     APART: gl.constexpr
 
     @gluon.jit
-    def raised(self, s, PART: gl.constexpr, WARPS: gl.constexpr):
+    def raised(self, s, PART: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
         if PART > 0:
             s = raised(s, self.least)
         elif not self.APART:  # nested: a compile-time condition is not combined with one of run time
@@ -203,7 +203,10 @@ class FirstRing:
             self.copies.load_keys(following, slot, wanted)
 
     @gluon.jit
-    def row(self, q, largest, multiplier, fraction_bits, CHANNELS: gl.constexpr, OFFSET: gl.constexpr, WARPS: gl.constexpr):
+    def row(
+        self, q, largest, multiplier, fraction_bits, CHANNELS: gl.constexpr, OFFSET: gl.constexpr, WARPS: gl.constexpr,
+        ACROSS: gl.constexpr,
+    ):  # fmt: skip
         M: gl.constexpr = 16 * WARPS
         EIGHT: gl.constexpr = score_layout(8, WARPS)
         row_max = row_largest(largest)
@@ -308,9 +311,9 @@ class SecondRing:
         if self.RING.VARLEN:
             count -= self.narrow * (TILE // 2)
         # keys past the last had the row maximum as score, so the largest probability
-        total = row_sum(total) + (count - self.left) * ((most + 64) >> 7)
+        total += (count - self.left) * ((most + 64) >> 7)
         if EXACT:
-            fine = row_sum(fine) - (count - self.left) * most
+            fine -= (count - self.left) * most
             if self.RING.VARLEN:
                 # few keys have the sum of rounded P, of which nothing is missing
                 fine = gl.where(self.left > MOST_ROUNDED_KEYS, fine, 0)

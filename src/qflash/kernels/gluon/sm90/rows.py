@@ -37,9 +37,9 @@ class Row:
     most: gl.tensor
 
     @gluon.jit
-    def raised(self, s, PART: gl.constexpr, WARPS: gl.constexpr):
+    def raised(self, s, PART: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
         """A tile of scores that do not wrap."""
-        return raised_if_needed((s,), self.least, score_layout(8, WARPS), 1)[0]
+        return raised_if_needed((s,), self.least, score_layout(8 * ACROSS, WARPS, ACROSS), ACROSS)[0]
 
 
 @gluon.jit

@@ -7,7 +7,8 @@ shape in alternation. The data lie in ``benchmarks/archive``:
   ``walk_trial_h200.json``;
 * programs that pass from head to head: ``heads_trial_h200.json``;
 * linear layers of integer networks: ``linear_h100.json``, on one H100;
-* long rows of few heads from floats: ``quantise_apart_h100.json``, on one H100;
+* long rows of few heads from floats: ``quantise_apart_h100.json``, on one H100; of so few that a block of 64 queries has a
+  processor to itself: ``long_rows_h200.json``;
 * packed sequences, the longest first: ``varlen_order_h100.json``, on one H100;
 * sums of V in programs of eight warps: ``division_h100.json``, on one H100.
 """
@@ -22,6 +23,7 @@ import triton
 from ....specification import fixed_point as fp
 from ...heuristics import REGISTERS_OF_THREE, Work
 from ...tiles import (
+    MOST_UNROLL,
     SHORT_ROW,
     SM90_RESIDENT,
     SM90_STREAMING,
@@ -126,11 +128,11 @@ def _split_reread(tiles: Tiles, work: Work) -> Tiles:
         blocks = triton.cdiv(queries, 64)
         if blocks * heads <= processors:
             # the call takes as long as one warp's chain of instructions
-            if fits_block(64, 8, head_dim, keys) and head_dim <= 64:
-                # two warps share it, and their registers hold the row
+            if head_dim <= 64 and (fused or row_fits_registers(keys, 2)) and fits_block(64, 8, head_dim, keys):
+                # two warps share it, and their registers hold the row, or all eight quantise the head
                 return tiles._replace(block_m=64, warps=8, splits=blocks)
             if not fused:
-                # blocks of 128 would leave processors idle; from floats those are faster, since eight warps quantise the head
+                # blocks of 128 would leave processors idle
                 return tiles._replace(block_m=64, warps=4, splits=blocks)
         if room == 1 or triton.cdiv(queries, 128) * heads <= processors:
             # one program of eight warps a processor fetches the keys once
@@ -297,7 +299,7 @@ def division(tiles: Tiles, work: Work, heads: int) -> Plan:
     # programs that pass from head to head have to know how many blocks a head has
     whole = 0 if splits else blocks - (tail > 0)
     # tiles of 128 keys an iteration; a loop of a single iteration is unrolled, and then four tiles do not fit the registers
-    unroll = 0 if not twice else 1 if tiles.registers or keys < 512 else 2
+    unroll = 0 if not twice else 1 if across == 1 and (tiles.registers or keys < 512) else MOST_UNROLL
     return Plan(
         LOOPS=not splits or splits < blocks,
         TAIL=tail,

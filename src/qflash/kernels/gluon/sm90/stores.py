@@ -10,16 +10,15 @@ from triton.experimental.gluon import language as gl
 
 from ...common.tile_ops import MOST_ROUNDED_KEYS
 from ..releases import aggregate
-from ..row_ops import row_sum
 from .layouts import row_starts, row_widths
 from .query_block import padded_columns, part_steps, stored_columns, tile_of
 from .rows import row_maximum, row_numbers
 
 
 @gluon.constexpr_function
-def known_tiles(keys, unroll):
+def known_tiles(keys, unroll, across):
     """Return the tiles of each part of a row of known length: iterations of ``unroll`` whole ones, then each that is left."""
-    return (unroll,) + (1,) * (len(row_widths(keys)) - keys // (128 * unroll) * unroll)
+    return (unroll,) + (1,) * (len(row_widths(keys, across)) - keys // (128 * unroll) * unroll)
 
 
 @gluon.constexpr_function
@@ -48,8 +47,11 @@ def _release(self, step, TILE: gl.constexpr, PART: gl.constexpr):
 
 
 @gluon.jit
-def _row(self, q, largest, multiplier, fraction_bits, CHANNELS: gl.constexpr, OFFSET: gl.constexpr, WARPS: gl.constexpr):
-    row_max = row_maximum(largest, multiplier, WARPS)
+def _row(
+    self, q, largest, multiplier, fraction_bits, CHANNELS: gl.constexpr, OFFSET: gl.constexpr, WARPS: gl.constexpr,
+    ACROSS: gl.constexpr,
+):  # fmt: skip
+    row_max = row_maximum(largest, multiplier, WARPS, ACROSS)
     return row_numbers(q, row_max, multiplier, fraction_bits, CHANNELS, OFFSET, WARPS)
 
 
@@ -67,6 +69,7 @@ class KnownKeys:
         k_smem, v_smem: every tile's spans.
         WIDTHS: channels of the spans of values.
         UNROLL: whole tiles an iteration.
+        ACROSS: warps that share sixteen queries.
         COLUMNS, TILES, STARTS: as :mod:`.sm90.two_pass` wants them.
     """
 
@@ -76,6 +79,7 @@ class KnownKeys:
     v_smem: gl.tuple
     WIDTHS: gl.constexpr
     UNROLL: gl.constexpr
+    ACROSS: gl.constexpr
     COLUMNS: gl.constexpr
     TILES: gl.constexpr
     STARTS: gl.constexpr
@@ -92,7 +96,7 @@ class KnownKeys:
             k = tile_at(self.k_whole, step * self.UNROLL + TILE)
         else:
             AT: gl.constexpr = known_tile(self.COLUMNS, self.UNROLL, PART)
-            k = first_keys(self.k_smem[AT], row_widths(self.COLUMNS)[AT])
+            k = first_keys(self.k_smem[AT], row_widths(self.COLUMNS, self.ACROSS)[AT])
         return k
 
     @gluon.jit
@@ -109,21 +113,18 @@ class KnownKeys:
 
     @gluon.jit
     def sums(self, total, fine, most, EXACT: gl.constexpr):
-        total = row_sum(total)
-        if EXACT:
-            fine = row_sum(fine)
-        else:
-            fine = total
-        COUNT: gl.constexpr = stored_columns(row_widths(self.COLUMNS))
+        COUNT: gl.constexpr = stored_columns(row_widths(self.COLUMNS, self.ACROSS))
         return total, fine, COUNT
 
 
 @gluon.jit
-def known_keys(k_whole, v_whole, k_smem, v_smem, WIDTHS: gl.constexpr, KEYS: gl.constexpr, UNROLL: gl.constexpr):
+def known_keys(
+    k_whole, v_whole, k_smem, v_smem, WIDTHS: gl.constexpr, KEYS: gl.constexpr, UNROLL: gl.constexpr, ACROSS: gl.constexpr
+):  # fmt: skip
     """The store of all KEYS keys and values of a head; see :class:`KnownKeys`."""
-    TILES: gl.constexpr = known_tiles(KEYS, UNROLL)
+    TILES: gl.constexpr = known_tiles(KEYS, UNROLL, ACROSS)
     STARTS: gl.constexpr = known_starts(KEYS, UNROLL)
-    return KnownKeys(k_whole, v_whole, k_smem, v_smem, WIDTHS, UNROLL, KEYS, TILES, STARTS)
+    return KnownKeys(k_whole, v_whole, k_smem, v_smem, WIDTHS, UNROLL, ACROSS, KEYS, TILES, STARTS)
 
 
 @gluon.jit
@@ -204,8 +205,8 @@ class PackedKeys:
     def sums(self, total, fine, most, EXACT: gl.constexpr):
         count = gl.cdiv(self.left, self.COLUMNS) * self.COLUMNS - self.narrow() * (self.COLUMNS // 2)
         # keys past the last had the row maximum as score, so the largest probability
-        total = row_sum(total) + (count - self.left) * ((most + 64) >> 7)
+        total += (count - self.left) * ((most + 64) >> 7)
         if EXACT:
             # few keys have the sum of rounded P, of which nothing is missing
-            fine = gl.where(self.left > MOST_ROUNDED_KEYS, row_sum(fine) - (count - self.left) * most, 0)
+            fine = gl.where(self.left > MOST_ROUNDED_KEYS, fine - (count - self.left) * most, 0)
         return total, fine, count

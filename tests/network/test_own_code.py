@@ -543,3 +543,24 @@ def test_one_row_and_tokens_are_not_added(name: str) -> None:
     message = r"one is \(batch, channels\) of one row, the other \(batch, tokens, channels\)$"
     with pytest.raises(UnsupportedError, match=message):
         qflash.quantize_model(Rows(MIXED[name]), [draw_images(8, 3, 32)], mean=[0.5] * 3, std=[0.3] * 3, progress=False)
+
+
+def without_first(x: torch.Tensor, *before: torch.Tensor) -> torch.Tensor:
+    """Return tokens with zeros in the place of the first one, or before them all."""
+    return torch.cat([torch.zeros_like(x[:, :1]), *before, x[:, 1:]], 1)
+
+
+ELSEWHERE: dict[str, tuple[Callable[[Any, torch.Tensor, torch.Tensor], Any], str]] = {
+    "zeros in a residual stream": (lambda self, x, y: self.last(without_first(x) + self.layer(y)), "takes are constants"),
+    "zeros before a normalisation": (lambda self, x, y: self.head(self.last(without_first(x))), "takes are constants"),
+    "zeros behind a normalisation": (lambda self, x, y: self.head(without_first(y)), "takes are constants"),
+    "zeros in a mean": (lambda self, x, y: self.head(without_first(y, y[:, :1]).mean(1)), "takes are constants"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", few(ELSEWHERE, 4))
+def test_tokens_that_come_elsewhere_are_refused_by_name(name: str) -> None:
+    made, message = ELSEWHERE[name]
+    options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False, "min_sqnr": None}
+    with pytest.raises(UnsupportedError, match=rf"has no integer form: .*{message}"):
+        qflash.quantize_model(Rows(made), [draw_images(8, 3, 32)], **options)

@@ -14,7 +14,7 @@ from ..graph import IMAGES
 from ..modules import PatchEmbedding
 from ..operators.token_embedding import TokenEmbedding
 from .builder import Builder, Group, Ranges, Stream
-from .rows import Rows, refusal, rows_of
+from .rows import SOME_CONSTANT, Rows, refusal, rows_of
 
 
 def stream_of(net: Builder, view: View, seen: fx.Node, user: Operation) -> tuple[Stream, Rows]:
@@ -38,6 +38,8 @@ def stream_of(net: Builder, view: View, seen: fx.Node, user: Operation) -> tuple
         raise refusal(user, f"it takes what {rows.source.kind} of {rows.source.name or 'the model'} computes")
     elif not same(rows.term, found.term) or rows.factor is not None or not rows.has_all_columns:
         raise refusal(user, "constants are added to, or multiplied with, the residual stream")
+    elif bool((rows.table < 0).any()):
+        raise refusal(user, SOME_CONSTANT)
     else:
         stream = found
     net.see(stream.group, seen)

@@ -555,6 +555,11 @@ ELSEWHERE: dict[str, tuple[Callable[[Any, torch.Tensor, torch.Tensor], Any], str
     "zeros before a normalisation": (lambda self, x, y: self.head(self.last(without_first(x))), "takes are constants"),
     "zeros behind a normalisation": (lambda self, x, y: self.head(without_first(y)), "takes are constants"),
     "zeros in a mean": (lambda self, x, y: self.head(without_first(y, y[:, :1]).mean(1)), "takes are constants"),
+    "a layer of one token, added to all": (
+        lambda self, x, y: self.last(x + self.layer(y[:, :1]).expand(-1, 17, -1)), "does not add each token",
+    ),
+    "a layer of all but one": (lambda self, x, y: self.last(x + without_first(self.layer(y))), "does not add each token"),
+    "a layer of some tokens": (lambda self, x, y: self.last(x[:, :9] + self.layer(y)[:, :9]), "does not add each token"),
 }  # fmt: skip
 
 

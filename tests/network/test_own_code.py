@@ -551,6 +551,10 @@ def without_first(x: torch.Tensor, *before: torch.Tensor) -> torch.Tensor:
 
 
 ELSEWHERE: dict[str, tuple[Callable[[Any, torch.Tensor, torch.Tensor], Any], str]] = {
+    "an output turned round": (lambda self, x, y: self.head(y).flip(1), "the output is some of its tokens"),
+    "every second token of an output": (lambda self, x, y: self.head(y)[:, ::2], "the output is some of its tokens"),
+    "zeros in an output": (lambda self, x, y: without_first(self.head(y)), "the output is some of its tokens"),
+    "tokens as a row, times 2": (lambda self, x, y: 2 * self.head(y).flatten(1), "several tokens are a row of an output"),
     "zeros in a residual stream": (lambda self, x, y: self.last(without_first(x) + self.layer(y)), "takes are constants"),
     "zeros before a normalisation": (lambda self, x, y: self.head(self.last(without_first(x))), "takes are constants"),
     "zeros behind a normalisation": (lambda self, x, y: self.head(without_first(y)), "takes are constants"),

@@ -223,6 +223,11 @@ def _head(net: Builder, output: Output) -> str:
     """Add the last linear layer; several whose sum is the output become one, which takes the inputs of all."""
     source = output.view.source
     rows = rows_of(output.view, source)
+    if rows.table.shape[1] > 1:
+        raise refusal(source, "several tokens are a row of an output, with constants")
+    # one row of them is taken later
+    if len(output.view.shape) == 3 and not rows.are_all(source.rows // BATCH):
+        raise refusal(source, "the output is some of its tokens, with constants or in another order")
     if not rows.has_all_columns:
         advice = f"; outputs=[{source.name!r}] gives all of it" if source.name else ""
         raise refusal(source, f"the output is a part of it{advice}")

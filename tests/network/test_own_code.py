@@ -573,3 +573,21 @@ def test_tokens_that_come_elsewhere_are_refused_by_name(name: str) -> None:
     options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False, "min_sqnr": None}
     with pytest.raises(UnsupportedError, match=rf"has no integer form: .*{message}"):
         qflash.quantize_model(Rows(made), [draw_images(8, 3, 32)], **options)
+
+
+def test_the_first_patches_alone_are_refused() -> None:
+    model = Encoder(tokens=lambda x: x.flatten(2).mT[:, :9])
+    model.places = nn.Parameter(torch.randn(1, 9, 48))
+    with pytest.raises(UnsupportedError, match=r"it takes some of the image's patches$"):
+        qflash.quantize_model(model, [draw_images(8, 3, 32)], mean=[0.5] * 3, std=[0.3] * 3, progress=False)
+
+
+def test_positions_behind_a_normalisation_of_a_class_token_are_refused() -> None:
+    class Late(Encoder):
+        def forward(self, x: torch.Tensor) -> Any:
+            tokens = torch.cat([self.places[:, :1].expand(x.shape[0], -1, -1), self.patches(x).flatten(2).mT], 1)
+            places = torch.linspace(-1, 1, 17 * 48).view(17, 48)
+            return self.head(self.block(self.norm(tokens) + places).mean(1))
+
+    with pytest.raises(UnsupportedError, match=r"norm of norm has no .*, and it takes class tokens beside patches$"):
+        qflash.quantize_model(Late(), [draw_images(8, 3, 32)], mean=[0.5] * 3, std=[0.3] * 3, progress=False)

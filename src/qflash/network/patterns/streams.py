@@ -107,6 +107,8 @@ def _embedded_patches(net: Builder, rows: Rows, user: Operation) -> tuple[Stream
     prefix = int((tokens < 0).sum())
     if not torch.equal(tokens[prefix:], counted(len(tokens) - prefix)) or rows.table.shape[1] != 1:
         raise refusal(user, "tokens are not class tokens, then patches in their order")
+    if len(tokens) - prefix != rows.source.rows // BATCH:
+        raise refusal(user, "it takes some of the image's patches")
     if rows.source not in net.streams:
         _embed_patches(net, rows, prefix)
     else:
@@ -187,6 +189,8 @@ def constant_stream(net: Builder, norm: Operation, term: torch.Tensor, group: Gr
     patches = norm.inputs[0].source
     if patches.inputs[0].source.kind != "images":
         raise refusal(norm, "position embeddings are added behind it, and it does not take patches of the image")
+    if len(term) != patches.rows // BATCH:
+        raise refusal(norm, "position embeddings are added behind it, and it takes class tokens beside patches")
     patch, _ = patch_size(net, patches)
     module = PatchEmbedding(net.image[0], patch, norm.channels, len(term), 0)
     weight = torch.zeros(norm.channels, math.prod((net.image[0], *patch)), dtype=torch.float64, device="cpu")

@@ -591,3 +591,18 @@ def test_positions_behind_a_normalisation_of_a_class_token_are_refused() -> None
 
     with pytest.raises(UnsupportedError, match=r"norm of norm has no .*, and it takes class tokens beside patches$"):
         qflash.quantize_model(Late(), [draw_images(8, 3, 32)], mean=[0.5] * 3, std=[0.3] * 3, progress=False)
+
+
+SCALES: dict[str, Attend] = {
+    "less than nothing": lambda q, k, v: (q @ k.mT * -0.3).softmax(-1) @ v,
+    "nothing": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=0.0),
+    "keys times less than nothing": lambda q, k, v: F.scaled_dot_product_attention(q, -k, v),
+    "a head's below nothing": lambda q, k, v: (q @ k.mT * torch.tensor([0.3, -0.3, 0.2])[:, None, None]).softmax(-1) @ v,
+}
+
+
+@pytest.mark.parametrize("name", few(SCALES, 2))
+def test_scores_times_no_number_above_0_are_refused(name: str) -> None:
+    options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False, "min_sqnr": None}
+    with pytest.raises(UnsupportedError, match=r"attention of block has no .*, and not by a number above 0$"):
+        qflash.quantize_model(Encoder(SCALES[name]), [draw_images(8, 3, 32)], **options)

@@ -606,3 +606,11 @@ def test_scores_times_no_number_above_0_are_refused(name: str) -> None:
     options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False, "min_sqnr": None}
     with pytest.raises(UnsupportedError, match=r"attention of block has no .*, and not by a number above 0$"):
         qflash.quantize_model(Encoder(SCALES[name]), [draw_images(8, 3, 32)], **options)
+
+
+def test_scores_of_batches_times_heads_and_weights_of_both() -> None:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT) * SCALE
+        return scores.view(-1, 3, 16, 16).softmax(-1) @ v
+
+    check(Encoder(attend))

@@ -133,7 +133,13 @@ def attention(
 def attend(trace: Tracer, scores: Scores, value: View, *, is_causal: bool) -> View:
     """Add attention and return its output, in the shape of the query."""
     before = (*scores.query.shape[:-1], value.shape[-1])
-    query, key, value = _split_heads(scores.query, scores.key, value)
+    query, key = scores.query, scores.key
+    if query.shape[1] == key.shape[1] == 1 < value.shape[1] and query.shape[0] == math.prod(value.shape[:2]):
+        # scores that were (batch x heads, queries, keys), and are now (batch, heads, queries, keys)
+        query, key = (x.moved(lambda y: y.reshape(*value.shape[:2], *y.shape[2:]), in_order=True) for x in (query, key))
+    query, key, value = _split_heads(query, key, value)
+    if not query.shape[0] == key.shape[0] == value.shape[0]:
+        raise RefusedError("attention whose query, key and value have different batches and heads")
     constant = None
     if query.index is not None and bool((query.index < 0).all()):
         assert query.term is not None

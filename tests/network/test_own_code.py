@@ -614,3 +614,16 @@ def test_scores_of_batches_times_heads_and_weights_of_both() -> None:
         return scores.view(-1, 3, 16, 16).softmax(-1) @ v
 
     check(Encoder(attend))
+
+
+def test_heads_that_share_a_key_and_a_value() -> None:
+    check(Encoder(lambda q, k, v: F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], enable_gqa=True)))
+
+
+def test_pairs_of_heads_that_share_a_key_and_a_value() -> None:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2).reshape(-1, 16, 6, 8).transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k[:, ::2], v[:, ::2], enable_gqa=True)
+        return out.transpose(1, 2).reshape(-1, 16, 3, 16).transpose(1, 2)
+
+    check(Encoder(attend))

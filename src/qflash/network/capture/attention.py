@@ -120,6 +120,9 @@ def attention(
         raise RefusedError("attention of constants, or with a computed mask")
     if not isinstance(query, View):
         query = constant_view(key.source, query)
+    if len(query.shape) == len(key.shape) == len(value.shape) == 4:
+        # heads of queries that share a key and a value
+        key, value = (_of_heads(x, query.shape[1]) for x in (key, value))
     shape, term = query.shape, None
     if mask is not None:
         mask = mask.detach().cpu()
@@ -177,6 +180,13 @@ def attend(trace: Tracer, scores: Scores, value: View, *, is_causal: bool) -> Vi
         head_scale=scores.head_scale, is_padded=is_padded,
     )  # fmt: skip
     return out.moved(lambda y: y.view(batch, queries, heads, width).transpose(1, 2).reshape(before))
+
+
+def _of_heads(x: View, heads: int) -> View:
+    """Return keys or values, (batch, heads, tokens, channels), of as many heads as queries have, of which some share one."""
+    if not x.shape[1] or heads % x.shape[1]:
+        raise RefusedError(f"attention of {heads} heads with {x.shape[1]} of keys or values")
+    return x if x.shape[1] == heads else x.moved(lambda y: y.repeat_interleave(heads // x.shape[1], 1))
 
 
 def _with_heads(x: View) -> View:

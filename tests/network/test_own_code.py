@@ -627,3 +627,12 @@ def test_pairs_of_heads_that_share_a_key_and_a_value() -> None:
         return out.transpose(1, 2).reshape(-1, 16, 3, 16).transpose(1, 2)
 
     check(Encoder(attend))
+
+
+def test_outputs_whose_normalisation_has_weights_of_0() -> None:
+    model = Rows(lambda self, x, y: (y,))
+    with torch.no_grad():
+        model.norm.weight.copy_(torch.linspace(0.5, 1.5, 48))
+        model.norm.weight[::5] = 0
+        model.norm.bias.copy_(torch.linspace(-0.3, 0.3, 48))
+    check_outputs(model)

@@ -187,7 +187,7 @@ def constant_stream(net: Builder, norm: Operation, term: torch.Tensor, group: Gr
         group: in whose unit they are.
     """
     patches = norm.inputs[0].source
-    if patches.inputs[0].source.kind != "images":
+    if patches.kind != "linear" or patches.inputs[0].source.kind != "images":
         raise refusal(norm, "position embeddings are added behind it, and it does not take patches of the image")
     if len(term) != patches.rows // BATCH:
         raise refusal(norm, "position embeddings are added behind it, and it takes class tokens beside patches")

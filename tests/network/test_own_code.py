@@ -636,3 +636,18 @@ def test_outputs_whose_normalisation_has_weights_of_0() -> None:
         model.norm.weight[::5] = 0
         model.norm.bias.copy_(torch.linspace(-0.3, 0.3, 48))
     check_outputs(model)
+
+
+class OneQuery(nn.Module):
+    """Pools by PyTorch's attention, which has the one query before the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(48, 3, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.attention(x[:, 3:4], x, x, need_weights=False)[0][:, 0]
+
+
+def test_one_query_that_stands_before_the_batch() -> None:
+    check(Encoder(pool=OneQuery()))

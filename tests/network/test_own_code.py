@@ -543,3 +543,111 @@ def test_one_row_and_tokens_are_not_added(name: str) -> None:
     message = r"one is \(batch, channels\) of one row, the other \(batch, tokens, channels\)$"
     with pytest.raises(UnsupportedError, match=message):
         qflash.quantize_model(Rows(MIXED[name]), [draw_images(8, 3, 32)], mean=[0.5] * 3, std=[0.3] * 3, progress=False)
+
+
+def without_first(x: torch.Tensor, *before: torch.Tensor) -> torch.Tensor:
+    """Return tokens with zeros in the place of the first one, or before them all."""
+    return torch.cat([torch.zeros_like(x[:, :1]), *before, x[:, 1:]], 1)
+
+
+ELSEWHERE: dict[str, tuple[Callable[[Any, torch.Tensor, torch.Tensor], Any], str]] = {
+    "an output turned round": (lambda self, x, y: self.head(y).flip(1), "the output is some of its tokens"),
+    "every second token of an output": (lambda self, x, y: self.head(y)[:, ::2], "the output is some of its tokens"),
+    "zeros in an output": (lambda self, x, y: without_first(self.head(y)), "the output is some of its tokens"),
+    "tokens as a row, times 2": (lambda self, x, y: 2 * self.head(y).flatten(1), "several tokens are a row of an output"),
+    "zeros in a residual stream": (lambda self, x, y: self.last(without_first(x) + self.layer(y)), "takes are constants"),
+    "zeros before a normalisation": (lambda self, x, y: self.head(self.last(without_first(x))), "takes are constants"),
+    "zeros behind a normalisation": (lambda self, x, y: self.head(without_first(y)), "takes are constants"),
+    "zeros in a mean": (lambda self, x, y: self.head(without_first(y, y[:, :1]).mean(1)), "takes are constants"),
+    "a layer of one token, added to all": (
+        lambda self, x, y: self.last(x + self.layer(y[:, :1]).expand(-1, 17, -1)), "does not add each token",
+    ),
+    "a layer of all but one": (lambda self, x, y: self.last(x + without_first(self.layer(y))), "does not add each token"),
+    "a layer of some tokens": (lambda self, x, y: self.last(x[:, :9] + self.layer(y)[:, :9]), "does not add each token"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", few(ELSEWHERE, 4))
+def test_tokens_that_come_elsewhere_are_refused_by_name(name: str) -> None:
+    made, message = ELSEWHERE[name]
+    options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False, "min_sqnr": None}
+    with pytest.raises(UnsupportedError, match=rf"has no integer form: .*{message}"):
+        qflash.quantize_model(Rows(made), [draw_images(8, 3, 32)], **options)
+
+
+def test_the_first_patches_alone_are_refused() -> None:
+    model = Encoder(tokens=lambda x: x.flatten(2).mT[:, :9])
+    model.places = nn.Parameter(torch.randn(1, 9, 48))
+    with pytest.raises(UnsupportedError, match=r"it takes some of the image's patches$"):
+        qflash.quantize_model(model, [draw_images(8, 3, 32)], mean=[0.5] * 3, std=[0.3] * 3, progress=False)
+
+
+def test_positions_behind_a_normalisation_of_a_class_token_are_refused() -> None:
+    class Late(Encoder):
+        def forward(self, x: torch.Tensor) -> Any:
+            tokens = torch.cat([self.places[:, :1].expand(x.shape[0], -1, -1), self.patches(x).flatten(2).mT], 1)
+            places = torch.linspace(-1, 1, 17 * 48).view(17, 48)
+            return self.head(self.block(self.norm(tokens) + places).mean(1))
+
+    with pytest.raises(UnsupportedError, match=r"norm of norm has no .*, and it takes class tokens beside patches$"):
+        qflash.quantize_model(Late(), [draw_images(8, 3, 32)], mean=[0.5] * 3, std=[0.3] * 3, progress=False)
+
+
+SCALES: dict[str, Attend] = {
+    "less than nothing": lambda q, k, v: (q @ k.mT * -0.3).softmax(-1) @ v,
+    "nothing": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=0.0),
+    "keys times less than nothing": lambda q, k, v: F.scaled_dot_product_attention(q, -k, v),
+    "a head's below nothing": lambda q, k, v: (q @ k.mT * torch.tensor([0.3, -0.3, 0.2])[:, None, None]).softmax(-1) @ v,
+}
+
+
+@pytest.mark.parametrize("name", few(SCALES, 2))
+def test_scores_times_no_number_above_0_are_refused(name: str) -> None:
+    options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False, "min_sqnr": None}
+    with pytest.raises(UnsupportedError, match=r"attention of block has no .*, and not by a number above 0$"):
+        qflash.quantize_model(Encoder(SCALES[name]), [draw_images(8, 3, 32)], **options)
+
+
+def test_scores_of_batches_times_heads_and_weights_of_both() -> None:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT) * SCALE
+        return scores.view(-1, 3, 16, 16).softmax(-1) @ v
+
+    check(Encoder(attend))
+
+
+def test_heads_that_share_a_key_and_a_value() -> None:
+    check(Encoder(lambda q, k, v: F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], enable_gqa=True)))
+
+
+def test_pairs_of_heads_that_share_a_key_and_a_value() -> None:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2).reshape(-1, 16, 6, 8).transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k[:, ::2], v[:, ::2], enable_gqa=True)
+        return out.transpose(1, 2).reshape(-1, 16, 3, 16).transpose(1, 2)
+
+    check(Encoder(attend))
+
+
+def test_outputs_whose_normalisation_has_weights_of_0() -> None:
+    model = Rows(lambda self, x, y: (y,))
+    with torch.no_grad():
+        model.norm.weight.copy_(torch.linspace(0.5, 1.5, 48))
+        model.norm.weight[::5] = 0
+        model.norm.bias.copy_(torch.linspace(-0.3, 0.3, 48))
+    check_outputs(model)
+
+
+class OneQuery(nn.Module):
+    """Pools by PyTorch's attention, which has the one query before the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(48, 3, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.attention(x[:, 3:4], x, x, need_weights=False)[0][:, 0]
+
+
+def test_one_query_that_stands_before_the_batch() -> None:
+    check(Encoder(pool=OneQuery()))

@@ -490,3 +490,26 @@ def test_pooling_by_ids_is_refused() -> None:
     for texts in (CALIBRATION | {"input_ids": ids}, CALIBRATION["input_ids"]):
         with pytest.raises(UnsupportedError, match="of which ids are tokens"):
             qflash.quantize_model(_Pooled().eval(), [texts], progress=False)
+
+
+class _OfAll(torch.nn.Module):
+    """What a function makes of all places."""
+
+    def __init__(self, pool: Any) -> None:
+        super().__init__()
+        self.encoder, self.pool = build_bert(), pool
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        return self.pool(self.encoder(input_ids, attention_mask=attention_mask).last_hidden_state)  # type: ignore[no-any-return]
+
+
+POOLS: dict[str, Any] = {"a mean": lambda x: x.mean(1), "some": lambda x: x[:, 1:].mean(1), "the last": lambda x: x[:, -1]}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_outputs_of_places_without_a_token_are_refused(name: str) -> None:
+    """What a model gives for padding depends on its id, which the network has not."""
+    full = CALIBRATION | {"attention_mask": torch.ones_like(CALIBRATION["attention_mask"])}
+    for texts in (CALIBRATION, full):
+        with pytest.raises(ValueError, match="output 'output' of places without a token, too"):
+            qflash.quantize_model(_OfAll(POOLS[name]).eval(), [texts], progress=False)

@@ -178,3 +178,21 @@ class LargeIds(nn.Module):
 def test_other_uses_of_ids_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"aten\.gt in the model .* has no integer form"):
         qflash.quantize_model(LargeIds().eval(), [draw_ids(4)], progress=False)
+
+
+class LatePlaces(nn.Module):
+    """Adds places behind a normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm, self.places = nn.Embedding(50, 32), nn.LayerNorm(32), nn.Parameter(torch.randn(8, 32))
+        self.block = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True, norm_first=True)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.block(self.norm(self.words(input_ids)) + self.places)
+
+
+def test_places_behind_a_normalisation_are_refused_by_name() -> None:
+    ids = torch.randint(0, 50, (4, 8), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match=r"norm of norm has no .*, and it does not take patches of the image$"):
+        qflash.quantize_model(LatePlaces().eval(), [ids], progress=False)

@@ -19,11 +19,12 @@ from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..specification import layers as op
-from ..specification.texts import is_token
+from ..specification.texts import PADDING, is_token
 from .calibration import Calibration
 from .capture.captured import Captured
 from .compare import node_errors
 from .graph import IntegerNetwork
+from .outputs import Selected
 from .patterns import Lowering
 from .quality import Quality, of_tokens, sqnr_db
 
@@ -133,7 +134,37 @@ def check_captured(captured: Captured, model: nn.Module, images: torch.Tensor) -
                 f"model computes something that conversion does not know: its output {name!r} has {found} beside the "
                 f"operations that were captured. {_first_difference(captured, images[:2])}"
             )
+        if isinstance(selected, Selected) and selected.padded:
+            _check_padding(captured, selected, images[:_BATCH])
     return wanted
+
+
+def _check_padding(captured: Captured, selected: Selected, ids: torch.Tensor) -> None:
+    """Require outputs of a model of texts that do not depend on ids at places without a token, which the network has not.
+
+    Args:
+        captured: of the model.
+        selected: the model.
+        ids: some; here the second half of each text has no token.
+
+    Raises:
+        ValueError: an output does.
+    """
+    tables = [x.weight for x in captured.operations if x.kind == "embedding" and x.weight is not None]
+    known = {0, captured.filler, *(x.token for x in captured.operations if x.kind == "select")}
+    other = next((x for x in range(min(map(len, tables), default=0)) if x not in known), 0)
+    ids = ids.clone()
+    ids[:, (ids.shape[1] + 1) // 2 :] = PADDING
+    found = []
+    for selected.filler in (0, other):
+        found.append({name: of_tokens(x, ids) for name, x in captured.pick(selected(ids)).items()})
+    selected.filler = 0
+    for name, want in found[0].items():
+        if not (db := sqnr_db(want, found[1][name])) >= LEAST_READ_DB:
+            raise ValueError(
+                f"model computes its output {name!r} of places without a token, too, as a mean over all places or the last one "
+                f"does: with other ids there it has {db:.1f} dB. Without attention_mask a network takes all places as tokens"
+            )
 
 
 def check_rotated(captured: Captured, images: torch.Tensor, wanted: dict[str, torch.Tensor]) -> None:

@@ -188,6 +188,10 @@ def quantized_linear(
     whole = whole - middle
     ratio = torch.maximum(scaled.abs().amax(dim=1) / levels, whole.abs() / _WIDE_BIAS).clamp(min=1e-30) / step
     left = _left_of(ratio)
+    if left > 3:
+        # sums are shifted with their bias, which has less room: an output without weights, say, is its bias alone
+        ratio = torch.maximum(ratio, whole.abs() * (2.0 ** (left - 2) / _WIDE_BIAS) / step)
+        left = _left_of(ratio)
     multiplier = (ratio * 2.0 ** (32 - left)).ceil().clamp(min=_LEAST_MULTIPLIER)
     unit = multiplier * 2.0 ** (left - 32) * step
     values = _rounded(scaled / unit[:, None], grid)

@@ -144,11 +144,12 @@ class Selected(nn.Module):
     Attributes:
         outputs: names, or a function of model and images; None for all that the model returns.
         padded: see :func:`select_outputs`.
+        filler: id that the model sees where ids are negative.
     """
 
     def __init__(self, model: nn.Module, outputs: Sequence[str] | OutputsOf | None, padded: bool = False) -> None:
         super().__init__()
-        self.padded = padded
+        self.padded, self.filler = padded, 0
         self.model, self.outputs = copy_of(model), outputs
         self.training = model.training
         parts = [part for part in self.model.modules() if takes_patches(part)]
@@ -165,7 +166,8 @@ class Selected(nn.Module):
         """
         mask: dict[str, torch.Tensor] = {}
         if self.padded:
-            images, mask = images.clamp(min=0), {"attention_mask": is_token(images).to(torch.int64)}
+            mask = {"attention_mask": is_token(images).to(torch.int64)}
+            images = torch.where(is_token(images), images, self.filler) if self.filler else images.clamp(min=0)
         if callable(self.outputs):
             return self.outputs(self.model, images, *mask.values())
         model: Any = self.model

@@ -120,6 +120,9 @@ def attention(
         raise RefusedError("attention of constants, or with a computed mask")
     if not isinstance(query, View):
         query = constant_view(key.source, query)
+    if len(query.shape) == len(key.shape) == len(value.shape) == 4:
+        # heads of queries that share a key and a value
+        key, value = (_of_heads(x, query.shape[1]) for x in (key, value))
     shape, term = query.shape, None
     if mask is not None:
         mask = mask.detach().cpu()
@@ -133,7 +136,13 @@ def attention(
 def attend(trace: Tracer, scores: Scores, value: View, *, is_causal: bool) -> View:
     """Add attention and return its output, in the shape of the query."""
     before = (*scores.query.shape[:-1], value.shape[-1])
-    query, key, value = _split_heads(scores.query, scores.key, value)
+    query, key = scores.query, scores.key
+    if query.shape[1] == key.shape[1] == 1 < value.shape[1] and query.shape[0] == math.prod(value.shape[:2]):
+        # scores that were (batch x heads, queries, keys), and are now (batch, heads, queries, keys)
+        query, key = (x.moved(lambda y: y.reshape(*value.shape[:2], *y.shape[2:]), in_order=True) for x in (query, key))
+    query, key, value = _split_heads(query, key, value)
+    if not query.shape[0] == key.shape[0] == value.shape[0]:
+        raise RefusedError("attention whose query, key and value have different batches and heads")
     constant = None
     if query.index is not None and bool((query.index < 0).all()):
         assert query.term is not None
@@ -171,6 +180,13 @@ def attend(trace: Tracer, scores: Scores, value: View, *, is_causal: bool) -> Vi
         head_scale=scores.head_scale, is_padded=is_padded,
     )  # fmt: skip
     return out.moved(lambda y: y.view(batch, queries, heads, width).transpose(1, 2).reshape(before))
+
+
+def _of_heads(x: View, heads: int) -> View:
+    """Return keys or values, (batch, heads, tokens, channels), of as many heads as queries have, of which some share one."""
+    if not x.shape[1] or heads % x.shape[1]:
+        raise RefusedError(f"attention of {heads} heads with {x.shape[1]} of keys or values")
+    return x if x.shape[1] == heads else x.moved(lambda y: y.repeat_interleave(heads // x.shape[1], 1))
 
 
 def _with_heads(x: View) -> View:

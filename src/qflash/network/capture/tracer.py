@@ -222,7 +222,12 @@ class Tracer(fx.Interpreter):
         """Add an operation whose output has a shape, and return its output."""
         channels, rows = shape[-1], math.prod(shape[:-1])
         order = None
-        if kind in ("linear", "norm", "add", "product", *ACTIVATIONS) and (order := image_order(inputs[0])) is not None:
+        if kind in ("linear", "norm", "add", "product", *ACTIVATIONS):
+            order = image_order(inputs[0])
+            if order is None and inputs[0].shape[0] % BATCH:
+                # one token before the batch: in order, but not batch first
+                order = counted(rows)
+        if order is not None:
             # rows of one image after the other, whichever way the model lays batches out
             inputs = [x.moved(lambda y: y.reshape(rows, -1)[order]) for x in inputs]
         self.operations.append(Operation(kind, list(inputs), list(seen), self.node, rows, channels, self.owner(), **constants))

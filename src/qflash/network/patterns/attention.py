@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -32,6 +33,9 @@ def lower_attention(net: Builder, operation: Operation) -> None:
     matrix = Matrix.join([part.layer.matrix for part in parts], 0)
     source, grid_of = take(net, rows, operation, before, matrix, "qkv")
     prefix = operation.name or "attention"
+    factors = [operation.scale, *([] if operation.head_scale is None else operation.head_scale.tolist())]
+    if not all(0 < factor < math.inf for factor in factors):
+        raise refusal(operation, f"its scores are multiplied by {min(factors):g}, and not by a number above 0")
     if operation.is_causal and mask is not None:
         raise refusal(operation, "it is causal and has a bias")
     shape = None if mask is None else (mask.shape[0], heads, queries, tokens)

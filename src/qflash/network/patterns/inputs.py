@@ -18,7 +18,7 @@ from ..modules import Join, LayerNorm, Mean
 from ..operators.narrow import Narrow
 from ..operators.norms import RmsNorm
 from .builder import Builder, Group, Ranges
-from .rows import Rows, refusal, rows_of
+from .rows import SOME_CONSTANT, Rows, refusal, rows_of
 from .streams import gather_of, stream_of
 
 Taken = tuple[str, Callable[[Ranges], tuple[Grid, torch.Tensor]]]
@@ -93,6 +93,8 @@ def add_norm(
     if rows.table.shape[1] > 1:
         where = "on both sides of" if before.table.shape[1] > 1 else "behind"
         raise refusal(user, f"tokens are merged {where} a normalisation")
+    if bool((rows.table < 0).any()):
+        raise refusal(user, SOME_CONSTANT)
     # rows of the normalisation, each made of rows of the stream
     before = dataclasses.replace(before, table=before.table[rows.table[:, 0]])
     module = norm_module(operation, dtype, gather_of(stream, before), single and not stream.is_flat)
@@ -148,8 +150,6 @@ def take(
         module = Mean(1, stream.channels, "int8", int(there.table[0, 0]))
         name = net.add(f"{stream.node}_token", module, stream.node, twin=FloatTwin())
     else:
-        if bool((there.table < 0).any()):
-            raise refusal(user, "some tokens that it takes are constants")
         gather = gather_of(stream, there)
         module = Narrow(stream.channels * there.table.shape[1], None if gather is None else gather.shape)
         if gather is not None and module.gather is not None:

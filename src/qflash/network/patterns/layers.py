@@ -258,6 +258,8 @@ def lower_add(net: Builder, operation: Operation) -> None:
     else:
         if rows.table.shape[1] != 1:
             raise refusal(operation, "tokens of the residual stream are rearranged before the sum")
+        if not torch.equal(rows.table[:, 0].sort().values, counted(rows.source.rows // BATCH)):
+            raise refusal(operation, "it does not add each token of a linear layer once")
         layers, layer = summands(view, operation)
         source, grid_of = take_joined(net, layers, "fc1")
         scatter, count = None, len(rows.table)

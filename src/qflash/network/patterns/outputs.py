@@ -21,7 +21,7 @@ from ..operators.tokens import Tokens
 from .builder import Builder, Ranges, Stream
 from .inputs import add_norm, take_joined
 from .layers import summands
-from .rows import Rows, refusal, rows_of
+from .rows import SOME_CONSTANT, Rows, refusal, rows_of
 from .streams import stream_of
 
 
@@ -48,15 +48,20 @@ def lower_mean(net: Builder, operation: Operation) -> None:
     kinds = net.kinds_behind(operation)
     if rows.table.shape[1] != 1 or not rows.has_all_columns or len(kinds) != 1:
         raise refusal(operation, net.stands_before(operation))
+    is_open = net.is_open(rows.source)
+    if not is_open:
+        # in rows of the stream, which may have class tokens that patches have not
+        stream, rows = stream_of(net, view, operation.seen[0], operation)
     tokens = rows.table[:, 0].sort().values
     first = int(tokens[0])
+    if first < 0:
+        raise refusal(operation, SOME_CONSTANT)
     if not torch.equal(tokens, counted(len(tokens), first)):
         raise refusal(operation, "it averages tokens that do not follow each other")
     matrix, seen = _taken_of_mean(net, operation)
-    if net.is_open(rows.source):
+    if is_open:
         _mean_of_norm(net, operation, rows, (len(tokens), first), matrix, seen)
         return
-    stream, _ = stream_of(net, view, operation.seen[0], operation)
     if not kinds <= {"norm", "output", "unrotate"} and matrix is None:
         raise refusal(operation, "only a normalisation, a linear layer or an output can follow it")
     module = Mean(len(tokens), operation.channels, "int16" if matrix is None else "int8", first)
@@ -218,6 +223,11 @@ def _head(net: Builder, output: Output) -> str:
     """Add the last linear layer; several whose sum is the output become one, which takes the inputs of all."""
     source = output.view.source
     rows = rows_of(output.view, source)
+    if rows.table.shape[1] > 1:
+        raise refusal(source, "several tokens are a row of an output, with constants")
+    # one row of them is taken later
+    if len(output.view.shape) == 3 and not rows.are_all(source.rows // BATCH):
+        raise refusal(source, "the output is some of its tokens, with constants or in another order")
     if not rows.has_all_columns:
         advice = f"; outputs=[{source.name!r}] gives all of it" if source.name else ""
         raise refusal(source, f"the output is a part of it{advice}")

@@ -9,6 +9,9 @@ import torch
 
 from ..capture.operations import BATCH, Operation, UnsupportedError, View, counted, nowhere, same
 
+SOME_CONSTANT = "some tokens that it takes are constants"
+"""Why an operation is refused that takes rows of zeros, say, between those of another."""
+
 
 def refusal(operation: Operation, why: str) -> UnsupportedError:
     """Return the error for an operation that fits into no pattern."""

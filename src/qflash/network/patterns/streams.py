@@ -14,7 +14,7 @@ from ..graph import IMAGES
 from ..modules import PatchEmbedding
 from ..operators.token_embedding import TokenEmbedding
 from .builder import Builder, Group, Ranges, Stream
-from .rows import Rows, refusal, rows_of
+from .rows import SOME_CONSTANT, Rows, refusal, rows_of
 
 
 def stream_of(net: Builder, view: View, seen: fx.Node, user: Operation) -> tuple[Stream, Rows]:
@@ -38,6 +38,8 @@ def stream_of(net: Builder, view: View, seen: fx.Node, user: Operation) -> tuple
         raise refusal(user, f"it takes what {rows.source.kind} of {rows.source.name or 'the model'} computes")
     elif not same(rows.term, found.term) or rows.factor is not None or not rows.has_all_columns:
         raise refusal(user, "constants are added to, or multiplied with, the residual stream")
+    elif bool((rows.table < 0).any()):
+        raise refusal(user, SOME_CONSTANT)
     else:
         stream = found
     net.see(stream.group, seen)
@@ -105,6 +107,8 @@ def _embedded_patches(net: Builder, rows: Rows, user: Operation) -> tuple[Stream
     prefix = int((tokens < 0).sum())
     if not torch.equal(tokens[prefix:], counted(len(tokens) - prefix)) or rows.table.shape[1] != 1:
         raise refusal(user, "tokens are not class tokens, then patches in their order")
+    if len(tokens) - prefix != rows.source.rows // BATCH:
+        raise refusal(user, "it takes some of the image's patches")
     if rows.source not in net.streams:
         _embed_patches(net, rows, prefix)
     else:
@@ -183,8 +187,10 @@ def constant_stream(net: Builder, norm: Operation, term: torch.Tensor, group: Gr
         group: in whose unit they are.
     """
     patches = norm.inputs[0].source
-    if patches.inputs[0].source.kind != "images":
+    if patches.kind != "linear" or patches.inputs[0].source.kind != "images":
         raise refusal(norm, "position embeddings are added behind it, and it does not take patches of the image")
+    if len(term) != patches.rows // BATCH:
+        raise refusal(norm, "position embeddings are added behind it, and it takes class tokens beside patches")
     patch, _ = patch_size(net, patches)
     module = PatchEmbedding(net.image[0], patch, norm.channels, len(term), 0)
     weight = torch.zeros(norm.channels, math.prod((net.image[0], *patch)), dtype=torch.float64, device="cpu")

@@ -66,12 +66,18 @@ class Lowering(Builder):
             network: of :meth:`lower`.
             ranges: of :attr:`observed`.
             mean, deviation: of the image channels, of pixels in [0, 1].
+
+        Raises:
+            ValueError: integers have no room for what a node computes; named.
         """
         self.mean, self.deviation = mean, deviation
         for group in self.groups:
             group.unit = max(cv.unit_of(*(ranges[node] for node in group.seen)), group.most / 32767)
-        for fill in self.fillers:
-            fill(ranges)
+        for node, fill in self.fillers:
+            try:
+                fill(ranges)
+            except ValueError as error:
+                raise ValueError(f"node {node!r}: {error}") from error
         units = {name: group.unit for name, (_, group) in self.references.items() if group is not None}
         for name, unit in {IMAGES: 1.0, **units, **self.scales}.items():
             self.grids[name] = Grid(wide(unit), wide(0.0))

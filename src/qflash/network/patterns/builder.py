@@ -15,7 +15,7 @@ from ..capture.captured import Captured
 from ..capture.operations import BATCH, Operation, View, counted, whole
 from ..conversion import Grid, Range
 from ..float_parts import FloatTwin
-from ..graph import Node
+from ..graph import IMAGES, Node
 from ..modules import First, Mean
 from ..operators.select_token import SelectToken
 from .rows import refusal
@@ -68,7 +68,7 @@ class Builder:
         image: (channels, height, width), or (tokens, vocabulary).
         users: see :meth:`.capture.Captured.users`.
         nodes, modules: of the network.
-        fillers: fill modules in from ranges, in this order.
+        fillers: fill modules in from ranges, in this order, each with the node that was added before it.
         groups: of streams.
         streams: by operation the residual stream that its output is.
         values: by operation the node whose int8 output a linear layer takes.
@@ -87,7 +87,7 @@ class Builder:
         self.users = captured.users()
         self.nodes: list[Node] = []
         self.modules: dict[str, Any] = {}
-        self.fillers: list[Callable[[Ranges], None]] = []
+        self.fillers: list[tuple[str, Callable[[Ranges], None]]] = []
         self.groups: list[Group] = []
         self.streams: dict[Operation, Stream] = {}
         self.values: dict[Operation, str] = {}
@@ -167,7 +167,7 @@ class Builder:
 
     def fills(self, filler: Callable[[Ranges], None]) -> Callable[[Ranges], None]:
         """Have a function fill modules in once ranges are known; a decorator."""
-        self.fillers.append(filler)
+        self.fillers.append((self.nodes[-1].name if self.nodes else IMAGES, filler))
         return filler
 
     def add(self, name: str, module: Any, *inputs: str, twin: FloatTwin | None = None, shows: View | None = None) -> str:

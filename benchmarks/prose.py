@@ -210,8 +210,7 @@ def _lost_by_others() -> float:
 
 def _long_rows(shape: str, inputs: str) -> list[float]:
     """Return microseconds of attention before and after keys began at lines of memory."""
-    (row,) = (row for row in record("../archive/long_rows_h200")["rows"] if (row["shape"], row["inputs"]) == (shape, inputs))
-    return [row["before_us"], row["after_us"]]
+    return [_one("../archive/long_rows_h200", key, shape=shape, inputs=inputs) for key in ("before_us", "after_us")]
 
 
 def _few_heads() -> list[float]:

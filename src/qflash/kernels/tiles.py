@@ -168,7 +168,7 @@ def shared_bytes(keys: int, head_dim: int, tail: int = 0, across: int = 1) -> in
     # sums and scales of V's channels, and what reductions by eight warps pass through
     extra = 16 * sum(spans)
     if across > 1:
-        extra += 64 * (sum(exchanged_widths(tuple(widths), keys // 128, MOST_UNROLL)) + 3 * 4 * across)
+        extra += 64 * (sum(exchanged_widths(widths, keys // 128, MOST_UNROLL)) + 3 * 4 * across)
     return staged + extra + tail * (sum(spans) + sum(max(width, 64) for width in widths))
 
 

@@ -421,7 +421,7 @@ def sums_of_four(p):
 
 
 @gluon.jit
-def quarter_sums(parts, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1):
+def quarter_sums(parts, WARPS: gl.constexpr, ACROSS: gl.constexpr):
     """Sums of a tile's sums by four: int32 (rows, 4), one per lane of a quad, for each warp that shares the row."""
     M: gl.constexpr = parts.shape[0]
     parts = gl.sum(gl.reshape(first_of_four(parts), (M, ACROSS, parts.shape[1] // (16 * ACROSS), 4)), 2)

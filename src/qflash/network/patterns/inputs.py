@@ -93,7 +93,7 @@ def add_norm(
     if rows.table.shape[1] > 1:
         where = "on both sides of" if before.table.shape[1] > 1 else "behind"
         raise refusal(user, f"tokens are merged {where} a normalisation")
-    if bool((rows.table < 0).any()):
+    if rows.has_constant_rows:
         raise refusal(user, SOME_CONSTANT)
     # rows of the normalisation, each made of rows of the stream
     before = dataclasses.replace(before, table=before.table[rows.table[:, 0]])

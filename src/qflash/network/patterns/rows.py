@@ -53,6 +53,11 @@ class Rows:
         """Whether nothing is multiplied or added."""
         return self.factor is None and self.term is None
 
+    @property
+    def has_constant_rows(self) -> bool:
+        """Whether a row is made of no row of the source, but of a constant."""
+        return bool((self.table < 0).any())
+
     def are_all(self, count: int) -> bool:
         """Tell whether these are ``count`` rows in their order."""
         return torch.equal(self.table, counted(count)[:, None])

@@ -38,7 +38,7 @@ def stream_of(net: Builder, view: View, seen: fx.Node, user: Operation) -> tuple
         raise refusal(user, f"it takes what {rows.source.kind} of {rows.source.name or 'the model'} computes")
     elif not same(rows.term, found.term) or rows.factor is not None or not rows.has_all_columns:
         raise refusal(user, "constants are added to, or multiplied with, the residual stream")
-    elif bool((rows.table < 0).any()):
+    elif rows.has_constant_rows:
         raise refusal(user, SOME_CONSTANT)
     else:
         stream = found

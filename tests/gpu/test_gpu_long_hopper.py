@@ -13,10 +13,11 @@ import qflash
 from helpers import attention_launches, draw_scale, lay_out, same_bits
 from qflash import execution, plan_cache
 from qflash.kernels.families import Choice
+from qflash.kernels.gluon.sm90 import launch as sm90
 from qflash.kernels.tiles import SM90_STREAMING, Tiles
 from qflash.kernels.triton.quantize_streaming import launch_quantize_long
 from qflash.specification import reference
-from qflash.specification.attention_call import int8_call
+from qflash.specification.attention_call import float_call, int8_call
 from qflash.specification.recipe import DEFAULT, Recipe
 
 pytestmark = [
@@ -94,12 +95,17 @@ def test_from_floats_it_has_the_reference_bits(geometry: int) -> None:
         plan_cache._plans.clear()
         with (
             mock.patch("qflash.kernels.dispatch.launch_quantize_long", wraps=launch_quantize_long) as quantize,
+            mock.patch("qflash.kernels.dispatch.sm90.quantize_in_clusters", wraps=sm90.quantize_in_clusters) as clusters,
             mock.patch("qflash.kernels.dispatch.one_launch", return_value=Choice(None, TILES, {})),
         ):
             got = qflash.attention(q, k, v, enable_gqa=True)
-        # two-byte queries are quantised by the attention kernel itself
-        (arguments, _) = quantize.call_args
-        assert (arguments[0] is None) == (dtype != torch.float32), dtype
+        call = float_call(q, k, v, None, False, 0.1, DEFAULT)
+        if dtype != torch.float32 and sm90.quantizes_in_clusters(call):
+            assert clusters.called and not quantize.called, shapes
+        else:
+            # two-byte queries are quantised by the attention kernel itself
+            (arguments, _) = quantize.call_args
+            assert (arguments[0] is None) == (dtype != torch.float32), dtype
         expected = execution.attention(q, k, v, None, False, shapes[0][3] ** -0.5, DEFAULT.key, "reference")
         assert same_bits(got, expected), (shapes, dtype, draw)
         assert len(plan_cache._plans) == 2

@@ -344,6 +344,40 @@ def test_long_hopper_fused(emulated: Load, keys: int, head_dim: int, dtype: torc
 
 
 @pytest.mark.parametrize(
+    ("keys", "head_dim", "dtype", "recipe"),
+    [
+        (300, 64, torch.float16, DEFAULT),
+        (600, 56, torch.bfloat16, DEFAULT.replace(smooth_value=False)),
+        (300, 128, torch.bfloat16, DEFAULT.replace(smooth_key=False)),
+        (1100, 104, torch.float16, DEFAULT.replace(smooth_value=True)),
+    ],
+)
+def test_quantised_in_clusters(emulated: Load, keys: int, head_dim: int, dtype: torch.dtype, recipe: Recipe) -> None:
+    """One launch by clusters gives what two launches give, for a head that is not finite, too."""
+    long_quantize = emulated("qflash.kernels.triton.quantize_streaming")
+    generator = torch.Generator().manual_seed(keys)
+    # heads side by side in memory, as a model's projection leaves them
+    key, value = torch.randn(2, 2, keys, 2, head_dim, generator=generator).to(dtype).transpose(2, 3)
+    key[0, 1, 17, 3], value[1, 0, keys - 1, 5] = math.nan, math.inf
+    call = float_call(key, key, value, None, False, 0.1, recipe)
+    assert sm90.quantizes_in_clusters(call)
+    got, expected = sm90.quantize_in_clusters(call), long_quantize.launch_quantize_long(None, key, value, recipe, True)
+    finite = torch.ones(2, 2, 1, 1, dtype=torch.bool)
+    finite[0, 1] = False
+    assert same_bits(got.key_scale, expected.key_scale) and bool((got.key_scale.isfinite() == finite).all())
+    assert torch.equal(torch.where(finite, got.key, 0), torch.where(finite, expected.key, 0))
+    assert same_bits(got.value_scale, expected.value_scale)
+    usable = expected.value_scale.isfinite()
+    assert torch.equal(torch.where(usable, got.value, 0), torch.where(usable, expected.value, 0))
+    sums = [found.value_sums.sum(2, keepdim=True)[..., :head_dim] for found in (got, expected)]
+    padded = torch.where(usable, sums[0], 0), torch.where(usable, sums[1], 0)
+    assert torch.equal(*padded)
+    assert (got.value_offset is None) == (expected.value_offset is None)
+    if got.value_offset is not None and expected.value_offset is not None:
+        assert same_bits(torch.where(usable, got.value_offset, 0), torch.where(usable, expected.value_offset, 0))
+
+
+@pytest.mark.parametrize(
     ("head_dim", "dtype", "recipe", "target"),
     [
         (64, torch.float16, DEFAULT, "sm_90"),

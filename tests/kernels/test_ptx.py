@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -123,7 +124,35 @@ def test_a_barrier_that_nobody_else_comes_to_is_noticed() -> None:
     text = "mov.u32 %t, %tid.x; shr.u32 %w, %t, 5; setp.eq.s32 %p, %w, 0; @%p bra OVER; bar.sync 0; OVER: ret;"
     kernel = ptx.Kernel(f".visible .entry k()\n.reqntid 64\n{{\n{text}\n}}\n")
     with pytest.raises(RuntimeError, match="nobody is going to do"):
-        ptx.Program(kernel, (1, 1, 1), (0, 0, 0), {}, ptx.Memory([]), 16, False, False)
+        ptx.run_together([ptx.Program(kernel, (1, 1, 1), (0, 0, 0), 0, {}, ptx.Memory([]), 16, False)])
+
+
+def cluster(text: str, memory: ptx.Memory) -> list[ptx.Program]:
+    """Return two blocks, of two warps each, of a cluster that runs ``text``."""
+    kernel = ptx.Kernel(f".visible .entry k()\n.reqntid 64\n.reqnctapercluster 2\n{{\n{text}\n}}\n")
+    return [ptx.Program(kernel, (1, 1, 1), (0, 0, 0), rank, {}, memory, 16, False) for rank in range(2)]
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_blocks_of_a_cluster_see_what_the_others_wrote_before_a_barrier(backwards: bool) -> None:
+    source, found = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    text = """
+    mov.u32 %r1, %cluster_ctarank; add.s32 %r2, %r1, 5; xor.b32 %r3, %r1, 1;
+    mul.wide.u32 %rd1, %r1, 4; add.s64 %rd2, %rd1, SOURCE; st.global.b32 [ %rd2 + 0 ], { %r2 };
+    barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;
+    mul.wide.u32 %rd3, %r3, 4; add.s64 %rd4, %rd3, SOURCE; ld.global.b32 { %r4 }, [ %rd4 + 0 ];
+    add.s64 %rd5, %rd1, FOUND; st.global.b32 [ %rd5 + 0 ], { %r4 }; ret;
+    """.replace("SOURCE", str(source.data_ptr())).replace("FOUND", str(found.data_ptr()))
+    ptx.run_together(cluster(text, ptx.Memory([source, found])), backwards)
+    assert found.tolist() == [6, 5]
+
+
+def test_a_block_that_ends_before_a_barrier_of_its_cluster_is_noticed() -> None:
+    text = "mov.u32 %r, %cluster_ctarank; setp.eq.s32 %p, %r, 0; @%p bra OVER; barrier.cluster.wait.aligned; OVER: ret;"
+    with pytest.raises(RuntimeError, match="wait for others that have ended"):
+        ptx.run_together(cluster(text, ptx.Memory([])))
+    with pytest.raises(RuntimeError, match=r"ctaid\.x in a cluster"):
+        ptx.run_together(cluster("mov.u32 %r, %ctaid.x; ret;", ptx.Memory([])))
 
 
 def test_what_is_unknown_is_refused() -> None:

@@ -374,8 +374,22 @@ def test_few_heads_of_long_rows_are_quantised_by_launches_of_their_own(
     with LaunchRecorder(launching=False) as recording:
         execution.attend(float_call(x[:, :, :queries], x, x, None, False, dim**-0.5, DEFAULT), "triton")
     names = [launch.kernel.__name__ for launch in recording.launches]
-    attends = "long_hopper_kernel" if queries is None else "long_kernel"
-    assert names == (["long_range_kernel", "long_quantize_kernel", attends] if apart else ["hopper_kernel"])
+    alone = ["cluster_quantize_kernel", "long_hopper_kernel"]
+    if queries is not None:
+        alone = ["long_range_kernel", "long_quantize_kernel", "long_kernel"]
+    assert names == (alone if apart else ["hopper_kernel"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "dim", "cluster"),
+    [
+        (300, 64, (4, 1)), (1370, 64, (4, 3)), (2048, 64, (4, 4)), (2049, 64, (8, 3)), (4097, 56, (16, 3)),
+        (10240, 64, (16, 5)), (10241, 64, None), (1024, 128, (4, 4)), (1025, 104, (8, 3)), (5120, 128, (16, 5)),
+        (5121, 128, None), (1370, 48, None), (4096, 80, None),
+    ],
+)  # fmt: skip
+def test_clusters_that_quantise_hold_a_head(keys: int, dim: int, cluster: tuple[int, int] | None) -> None:
+    assert rules.choose_cluster(keys, dim) == cluster
 
 
 APART = ["long_quantize_kernel", "long_hopper_kernel"]

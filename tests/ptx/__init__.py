@@ -6,7 +6,7 @@ load or store beside them, or one that is not aligned, raises. Shared memory and
 
 Asynchronous work (products, copies) is done either when it is sent for (``late=False``) or when it is waited for
 (``late=True``). A kernel that waits for too little, or overwrites what is still to be read, is wrong in one of the two.
-Warps take their turns in either order, for the same reason.
+Warps take their turns in either order, for the same reason; so do the blocks of a cluster, from barrier to barrier.
 
 Source: the PTX ISA's descriptions of its instructions. Only those are here that the kernels have.
 """
@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from . import copies, exchange, memory_access, numbers, tensor_core
 from .bits import LANES
-from .machine import INSTRUCTIONS, Kernel, Memory, Program, Warp, launch
+from .machine import INSTRUCTIONS, Kernel, Memory, Program, Warp, launch, run_together
 
-__all__ = ["LANES", "Kernel", "Memory", "Program", "Warp", "launch"]
+__all__ = ["LANES", "Kernel", "Memory", "Program", "Warp", "launch", "run_together"]
 
 for _module in (numbers, exchange, memory_access, copies, tensor_core):
     INSTRUCTIONS.update(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .bits import LANES, Step
-from .machine import _LANE, Warp, _branch
+from .machine import _LANE, CLUSTER, Warp, _branch
 from .numbers import _bits, _of, _type
 
 _make_bra = _branch
@@ -25,8 +25,16 @@ def _make_trap(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
 
 
 def _make_bar(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
-    if modifiers[0] == "warp":
+    if modifiers[0] == "warp" or modifiers[:2] == ["cluster", "arrive"]:
         return lambda warp: None
+
+    if modifiers[:2] == ["cluster", "wait"]:
+
+        def wait(warp: Warp) -> str:
+            warp.barrier = CLUSTER, 0
+            return "barrier"
+
+        return wait
 
     def step(warp: Warp) -> str:
         number, *count = (int(warp.read(name)[0]) for name in operands)

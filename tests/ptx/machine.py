@@ -25,6 +25,8 @@ class Kernel:
         head, _, body = ptx[ptx.index(".visible .entry") :].partition("{\n")
         self.parameters = re.findall(r"\.param\s[^,\n]*?(\w+_param_\d+)", head)
         self.threads = int(re.search(r"\.reqntid\s+(\d+)", head)[1])  # type: ignore[index]
+        blocks = re.search(r"\.reqnctapercluster\s+(\d+)", head)
+        self.blocks = int(blocks[1]) if blocks else 1
         self.labels: dict[str, int] = {}
         self.steps: list[Step] = []
         self.text: list[str] = []
@@ -111,6 +113,12 @@ def _scatter(part: Bits, offset: Bits, numbers: Sequence[Bits]) -> None:
     part[offset[:, None] + np.arange(found.shape[1])] = found
 
 
+SPECIAL = ("tid", "ctaid", "nctaid", "laneid", "clusterid", "nclusterid", "cluster_ctarank")
+
+CLUSTER = -1
+"""The number of the barrier of all blocks of a cluster."""
+
+
 class Warp:
     """One warp of a program: its registers, where it is, and what it has sent for."""
 
@@ -123,7 +131,7 @@ class Warp:
         self.queues: dict[str, list[list[Callable[[], None]]]] = {"wgmma": [[]], "cp": [[]]}
 
     def run(self) -> Iterator[str]:
-        """Run to the end, stopping at every barrier (``"barrier"``) and wherever others have to come first (``"spin"``)."""
+        """Run to the end, stopping at barriers (``"barrier"``), and wherever others have to come first (``"spin"``)."""
         steps = self.program.kernel.steps
         while self.at < len(steps):
             here = self.at
@@ -151,7 +159,7 @@ class Warp:
             if width > 1 and x.itemsize * 8 != width:
                 raise TypeError(f"{name} has {x.itemsize * 8} bits, not {width}")
             return x
-        if name[0] == "%" and name[1:].partition(".")[0] in ("tid", "ctaid", "nctaid", "laneid"):
+        if name[0] == "%" and name[1:].partition(".")[0] in SPECIAL:
             return self._special(name[1:])
         if name == "global_smem":
             return np.full(LANES, SHARED, dtype=UNSIGNED[width])
@@ -167,11 +175,16 @@ class Warp:
     def _special(self, name: str) -> Bits:
         if name == "laneid":
             return _LANE.astype(np.uint32)
+        if name == "cluster_ctarank":
+            return np.full(LANES, self.program.rank, dtype=np.uint32)
         kind, _, axis = name.partition(".")
         at = "xyz".index(axis)
         if kind == "tid":
             return (LANES * self.number + _LANE if at == 0 else 0 * _LANE).astype(np.uint32)
-        return np.full(LANES, (self.program.index if kind == "ctaid" else self.program.grid)[at], dtype=np.uint32)
+        if self.program.kernel.blocks > 1 and "cluster" not in kind:
+            raise NotImplementedError(f"{name} in a cluster")
+        index = self.program.index if kind in ("ctaid", "clusterid") else self.program.grid
+        return np.full(LANES, index[at], dtype=np.uint32)
 
     def write(self, name: str, x: Bits) -> None:
         """Set a register in the lanes that take part."""
@@ -194,21 +207,24 @@ def constant(text: str, width: int) -> Bits:
 
 
 class Program:
-    """One program of a grid."""
+    """One program of a grid, or one block of a program that is a cluster."""
 
     def __init__(
-        self, kernel: Kernel, grid: tuple[int, int, int], index: tuple[int, int, int], parameters: dict[str, Any],
-        memory: Memory, shared: int, late: bool, backwards: bool,
+        self, kernel: Kernel, grid: tuple[int, int, int], index: tuple[int, int, int], rank: int, parameters: dict[str, Any],
+        memory: Memory, shared: int, late: bool,
     ) -> None:  # fmt: skip
         self.kernel, self.grid, self.index, self.parameters, self.memory = kernel, grid, index, parameters, memory
-        self.late = late
+        self.rank, self.late = rank, late
         # a program's own: what it finds in memory does not depend on what was run before it
-        self.noise = np.random.default_rng(index)
+        self.noise = np.random.default_rng((*index, rank))
         self.shared = self.noise.integers(0, 256, shared, dtype=np.uint8)
         self.announced: dict[int, Announcement] = {}
         self.tensor_memory = self.noise.integers(0, 2**32, (128, 512), dtype=np.uint32)
         self.uncommitted: list[Callable[[], None]] = []
-        warps = [Warp(self, number) for number in range(kernel.threads // LANES)]
+
+    def run(self, backwards: bool) -> Iterator[None]:
+        """Run to the end, stopping where the other blocks of the cluster have to come as far."""
+        warps = [Warp(self, number) for number in range(self.kernel.threads // LANES)]
         running = {warp: warp.run() for warp in (reversed(warps) if backwards else warps)}
         idle = 0
         while running:
@@ -221,7 +237,9 @@ class Program:
                     idle = 0
                 if state == "end":
                     del running[warp]
-            if self._open(running, kernel.threads):
+            if all(warp.barrier is not None and warp.barrier[0] == CLUSTER for warp in running) and running:
+                yield
+            if self._open(running, self.kernel.threads):
                 idle = 0
             if idle > 4:
                 raise RuntimeError("every warp waits for something that nobody is going to do")
@@ -255,6 +273,16 @@ class Program:
         if (offset < 0).any() or (offset + size > len(self.shared)).any() or (offset % size).any():
             raise IndexError(f"{size} bytes of shared memory at {offset[:4]} of {len(self.shared)}")
         return offset
+
+
+def run_together(blocks: Sequence[Program], backwards: bool = False) -> None:
+    """Run the blocks of a cluster, or a program of one block, from one barrier of all of them to the next."""
+    going = [block.run(backwards) for block in (reversed(blocks) if backwards else blocks)]
+    while going:
+        waiting = [run for run in going if next(run, "end") is None]
+        if 0 < len(waiting) < len(going):
+            raise RuntimeError("blocks of a cluster wait for others that have ended")
+        going = waiting
 
 
 _read = functools.lru_cache(maxsize=8)(Kernel)
@@ -294,7 +322,11 @@ def launch(
         for z in range(grid[2]):
             for y in range(grid[1]):
                 for x in range(grid[0]):
-                    Program(kernel, grid, (x, y, z), parameters, memory, compiled.metadata.shared, late, backwards)
+                    blocks = [
+                        Program(kernel, grid, (x, y, z), rank, parameters, memory, compiled.metadata.shared, late)
+                        for rank in range(kernel.blocks)
+                    ]
+                    run_together(blocks, backwards)
 
 
 def _is_register(name: str) -> bool:

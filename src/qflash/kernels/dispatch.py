@@ -88,9 +88,9 @@ def launch_fused(call: AttentionCall, choice: Choice | None = None) -> torch.Ten
 
 
 def launch_long(call: AttentionCall) -> torch.Tensor:
-    """Quantise float tensors in two launches and attend in a third, which may quantise query; the mask is bool or fixed point.
+    """Quantise float tensors in one launch or two and attend in another, which may quantise query, too.
 
-    For what :func:`can_quantize_apart` accepts.
+    The mask is bool or fixed point. For what :func:`can_quantize_apart` accepts.
     """
     query, recipe = call.query, call.recipe
     out = new_output(call)
@@ -99,9 +99,12 @@ def launch_long(call: AttentionCall) -> torch.Tensor:
     guard, tiles = _is_interpreted(call), tiles_of(call, False)
     fragment_order = sm90.takes_fragment_order(KernelRequest(call, out, guard), tiles)
     late = fragment_order and query.element_size() == 2 and side_by_side(query)
-    found = launch_quantize_long(
-        None if late else query, call.key, call.value, recipe, fragment_order, places=call.places
-    )  # fmt: skip
+    if late and sm90.quantizes_in_clusters(call):
+        found = sm90.quantize_in_clusters(call)
+    else:
+        found = launch_quantize_long(
+            None if late else query, call.key, call.value, recipe, fragment_order, places=call.places
+        )  # fmt: skip
     quantised = int8_call(
         query if found.query is None else found.query, found.query_scale, found.key, found.key_scale, found.value,
         found.value_scale, call.mask, call.is_causal, call.softmax_scale, None, call.out_dtype, recipe,

@@ -395,10 +395,22 @@ def pack_and_sum(fine):
     )
 
 
+@gluon.constexpr_function
+def _in_pairs(shape):
+    """Return the shape of numbers whose last dimension is taken by twos."""
+    return (*shape[:-1], shape[-1] // 2, 2)
+
+
+@gluon.constexpr_function
+def _doubled(shape):
+    """Return a shape with twice as many numbers in its last dimension."""
+    return (*shape[:-1], 2 * shape[-1])
+
+
 @gluon.jit
 def _pairs(x):
-    """Neighbouring 16-bit numbers of a row, two in a word: int32 (rows, columns / 2)."""
-    a, b = gl.split(gl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+    """Neighbouring 16-bit numbers of a row, two in a word: int32, half as many in the last dimension."""
+    a, b = gl.split(gl.reshape(x, _in_pairs(x.shape)))
     return gl.inline_asm_elementwise("mov.b32 $0, {$1, $2};", "=r,h,h", [a, b], gl.int32, True, 1)
 
 
@@ -407,7 +419,7 @@ def _unpaired(x, FIRST: gl.constexpr, SECOND: gl.constexpr):
     """float32 numbers of a row from words of :func:`_pairs`; FIRST and SECOND are the instructions for the two halves."""
     a = gl.inline_asm_elementwise(FIRST, "=r,r", [x], gl.float32, True, 1)
     b = gl.inline_asm_elementwise(SECOND, "=r,r", [x], gl.float32, True, 1)
-    return gl.reshape(gl.join(a, b), (2 * x.shape[0],))
+    return gl.reshape(gl.join(a, b), _doubled(x.shape))
 
 
 @gluon.jit
@@ -541,21 +553,21 @@ def beside_channels(x, L: gl.constexpr):
 
 
 @gluon.jit
+def rounded_product(x, inverse):
+    """x * inverse, rounded to nearest even, in the lowest bytes of int32, for a scale found on x itself."""
+    return gl.inline_asm_elementwise(ROUNDED_PRODUCT, "=r,f,f", [x, inverse], gl.int32, True, 1)
+
+
+@gluon.jit
 def round_to_int8(x, inverse):
     """:func:`.common.quantize_ops.round_to_int8`: x * inverse as int8, for a scale found on x itself."""
-    return gl.inline_asm_elementwise(ROUNDED_PRODUCT, "=r,f,f", [x, inverse], gl.int32, True, 1).to(gl.int8)
+    return rounded_product(x, inverse).to(gl.int8)
 
 
 @gluon.jit
 def zero_point(middle, inverse):
     """:func:`.common.quantize_ops.zero_point`: midranges in whole steps, float32."""
     return gl.inline_asm_elementwise(ROUNDED_FLOAT, "=f,f,f", [middle, inverse], gl.float32, True, 1)
-
-
-@gluon.jit
-def round_centered(x, inverse, zero):
-    """:func:`.common.quantize_ops.round_centered`: x * inverse - zero as int8, for a scale found on x itself."""
-    return gl.inline_asm_elementwise(ROUNDED_SUM, "=r,f,f,f", [x, inverse, 12582912.0 - zero], gl.int32, True, 1).to(gl.int8)
 
 
 @gluon.jit
@@ -587,13 +599,22 @@ def value_scale(most, CENTER: gl.constexpr):
 
 
 @gluon.jit
+def int32_values(y, inverse, zero, CENTER: gl.constexpr):
+    """Values as int8 in the lowest bytes of int32, with CENTER less their zero points, for scales found on them.
+
+    :func:`.common.quantize_ops.round_centered` or :func:`.common.quantize_ops.round_to_int8`.
+    """
+    if CENTER:
+        x = gl.inline_asm_elementwise(ROUNDED_SUM, "=r,f,f,f", [y, inverse, 12582912.0 - zero], gl.int32, True, 1)
+    else:
+        x = rounded_product(y, inverse)
+    return x
+
+
+@gluon.jit
 def int8_values(y, inverse, zero, CENTER: gl.constexpr):
     """Values as int8, with CENTER less their zero points."""
-    if CENTER:
-        x = round_centered(y, inverse, zero)
-    else:
-        x = round_to_int8(y, inverse)
-    return x
+    return int32_values(y, inverse, zero, CENTER).to(gl.int8)
 
 
 @gluon.jit

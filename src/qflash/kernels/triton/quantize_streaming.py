@@ -487,6 +487,41 @@ class LongQuantized(NamedTuple):
     value_sums: torch.Tensor
 
 
+def new_quantized(
+    key: torch.Tensor, value: torch.Tensor, recipe: Recipe, fragment_order: bool, padded: int, parts: int,
+    lengths: Lengths | None = None,
+) -> tuple[torch.Tensor, LongQuantized]:  # fmt: skip
+    """Return memory for quantised keys and values: packed V, (batch, heads, channels, ``padded`` keys), and all as results.
+
+    Args:
+        key, value, recipe, fragment_order, lengths: of :func:`launch_quantize_long`.
+        padded: keys of packed V.
+        parts: of the sums of V's channels.
+    """
+    batch, heads, keys, channels = key.shape
+    value_channels = value.shape[3]
+    # the next kernel copies as many channels as it computes with, fastest where no row begins inside a line of memory
+    row = kernel_width(channels) if fragment_order else channels
+    width = packed_width(value_channels) if fragment_order else value_channels
+    sequences, seen = (batch, keys) if lengths is None else (lengths.sequences, padded)
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=key.device)
+
+    packed = new(batch, heads, width, padded, dtype=torch.int8)
+    found = LongQuantized(
+        None,
+        None,
+        new(batch, heads, keys, row, dtype=torch.int8)[..., :channels],
+        new(sequences, heads, 1, 1),
+        packed[:, :, :value_channels, :seen].mT,
+        new(sequences, heads, 1, value_channels),
+        new(sequences, heads, 1, value_channels) if recipe.smooth_value else None,
+        new(sequences, heads, parts, width, dtype=torch.int32),
+    )
+    return packed, found
+
+
 def finds_ranges(tokens: int, heads: int) -> bool:
     """Tell whether programs find the ranges of whole heads of packed sequences: enough heads, that are short."""
     return tokens <= _SHORT and heads >= _PROGRAMS
@@ -543,9 +578,6 @@ def launch_quantize_long(
         padded = (triton.cdiv(total, 128) + batch) * 128
         cumulative = (lengths.queries, lengths.keys)
     block_d, guard = triton.next_power_of_2(max(channels, value_channels)), key.device.type == "cpu"
-    # the next kernel copies as many channels as it computes with, fastest where no row begins inside a line of memory
-    key_row = kernel_width(channels) if fragment_order else channels
-    width = packed_width(value_channels) if fragment_order else value_channels
     together = lengths is not None and finds_ranges(tokens, batch * key_heads)
     chunk = chunk_tokens(max(tokens, queries), max(_CHUNK, triton.next_power_of_2(tokens)) if together else _CHUNK)
     parts = max(1, triton.cdiv(tokens, chunk))
@@ -568,18 +600,10 @@ def launch_quantize_long(
         }
         return group(**place_strides, **found)
 
-    elements = key.shape[0]
-    packed = new(elements, key_heads, width, padded, dtype=torch.int8)
-    found = LongQuantized(
-        None if query is None else new(*query.shape, dtype=torch.int8),
-        None if query is None else new(elements, heads, all_queries, 1),
-        new(elements, key_heads, total, key_row, dtype=torch.int8)[..., :channels],
-        new(batch, key_heads, 1, 1),
-        packed[:, :, :value_channels, : total if lengths is None else padded].mT,
-        new(batch, key_heads, 1, value_channels),
-        new(batch, key_heads, 1, value_channels) if recipe.smooth_value else None,
-        new(batch, key_heads, parts, width, dtype=torch.int32),
-    )
+    packed, found = new_quantized(key, value, recipe, fragment_order, padded, parts, lengths)
+    if query is not None:
+        scales = new(key.shape[0], heads, all_queries, 1)
+        found = found._replace(query=new(*query.shape, dtype=torch.int8), query_scale=scales)
     packs = {"PACKING": Packing(lengths is not None, is_causal, places is not None, unit, wide), "GUARD": guard}
     # without places the pointer is not used; any tensor will do
     placed, *of_places = (key, 0, 0, 1) if places is None else (places, *broadcast_strides(places, (0, 1)), places.shape[0])
@@ -603,11 +627,11 @@ def launch_quantize_long(
     # miscompiles an address for a single range of 32 channels.
     block, warps = quantize_tile(block_d, together)
     sizes = group(
-        padded=padded, channels=channels, key_stride_n=key_row, value_channels=value_channels, key_heads=key_heads,
+        padded=padded, channels=channels, key_stride_n=found.key.stride(2), value_channels=value_channels, key_heads=key_heads,
         ranges=ranges, parts=parts, chunk=chunk,
     )  # fmt: skip
     most_ranges = 0 if together else max(16, triton.next_power_of_2(ranges))
-    form = Form(width, kinds, most_ranges, recipe.smooth_key, recipe.smooth_value, fragment_order)
+    form = Form(packed.shape[2], kinds, most_ranges, recipe.smooth_key, recipe.smooth_value, fragment_order)
     launch_kernel(
         long_quantize_kernel, (chunks, heads, kinds * batch), like, key, value, low, high, *query_out, found.key,
         found.key_scale, packed, found.value_scale,

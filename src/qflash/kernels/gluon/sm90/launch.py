@@ -13,7 +13,7 @@ import torch
 import triton
 
 from ....specification import fixed_point as fp
-from ....specification.attention_call import VarlenCall
+from ....specification.attention_call import AttentionCall, VarlenCall
 from ...device import capability_of, processors_of
 from ...heuristics import REGISTERS_OF_THREE, dependent_launch, eviction_policy
 from ...launch_arguments import (
@@ -32,7 +32,7 @@ from ...launch_arguments import (
     row_arguments,
     side_by_side,
 )
-from ...launch_recorder import KernelLaunch, ScoreTile, kernel_arguments
+from ...launch_recorder import KernelLaunch, ScoreTile, group, kernel_arguments, launch_kernel
 from ...settled import count_launch
 from ...tiles import (
     SHORT_ROW,
@@ -49,9 +49,12 @@ from ...tiles import (
     widest_span,
 )
 from ...triton.launch import one_element, pack_key, pack_value, varlen_arguments
+from ...triton.quantize_streaming import LongQuantized, new_quantized
 from ..constants import Ring, recipe_of, row_strides_of, strides_of
 from .rules import (
+    CLUSTER_WARPS,
     LINE,
+    choose_cluster,
     choose_linear_tiles,
     division,
     most_packed_keys,
@@ -85,6 +88,13 @@ def _packed_kernel() -> Any:
     from .attention_packed import packed_hopper_kernel
 
     return packed_hopper_kernel
+
+
+@functools.cache
+def _cluster_kernel() -> Any:
+    from .quantize import cluster_quantize_kernel
+
+    return cluster_quantize_kernel
 
 
 @functools.cache
@@ -307,6 +317,43 @@ def streaming_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunc
         grid = (blocks, call.heads, part.batch)
         launches.append(KernelLaunch(kernel, grid, arguments, launch_options(tiles), "sm90.streaming", scores))
     return launches
+
+
+# --- keys and values quantised before -----------------------------------------------------------------------
+
+
+def quantizes_in_clusters(call: AttentionCall) -> bool:
+    """Tell whether :mod:`.sm90.quantize` takes a float call's keys and values for :mod:`.sm90.attention_streaming`."""
+    tensors = call.key, call.value
+    fits = all(x.element_size() == 2 and side_by_side(x) for x in tensors) and not needs_wide_offsets(*tensors)
+    return fits and call.places is None and choose_cluster(call.keys, call.head_dim) is not None
+
+
+def quantize_in_clusters(call: AttentionCall) -> LongQuantized:
+    """Quantise keys and values by :mod:`.sm90.quantize`, in the order of :mod:`.sm90.attention_streaming`."""
+    key, value, recipe = call.key, call.value, call.recipe
+    batch, heads, tokens, channels = key.shape
+    cluster, padded = choose_cluster(tokens, channels), triton.cdiv(tokens, _STREAMING_TILE) * _STREAMING_TILE
+    assert cluster is not None
+    packed, found = new_quantized(key, value, recipe, True, padded, cluster.blocks)
+    width = triton.next_power_of_2(channels)
+    low, high = (key.new_empty((batch, heads, 2, width // 2, cluster.blocks), dtype=torch.int32) for _ in range(2))
+    strides = {
+        f"{name}_stride_{axis}": x.stride(dim) for name, x in (("k", key), ("v", value)) for dim, axis in enumerate("zhn")
+    }  # fmt: skip
+    # without centring the pointer to offsets is not used; any tensor will do
+    offset = found.value_scale if found.value_offset is None else found.value_offset
+    launch_kernel(
+        _cluster_kernel(), (1, heads, 2 * batch), key, value, low, high, found.key, found.key_scale, packed, found.value_scale,
+        offset, found.value_sums, group(**strides), tokens,
+        group(channels=channels, key_stride_n=found.key.stride(2), words=padded // 4),
+        CENTER=recipe.smooth_key, CENTER_VALUE=recipe.smooth_value, WIDTH=packed.shape[2], BLOCKS=cluster.blocks, D=width,
+        TILES=cluster.tiles, WARPS=CLUSTER_WARPS, num_warps=CLUSTER_WARPS, num_ctas=cluster.blocks, enable_fp_fusion=False,
+    )  # fmt: skip
+    return found
+
+
+# --- packed sequences ---------------------------------------------------------------------------------------
 
 
 def _sequences_refusal(call: VarlenCall) -> str | None:

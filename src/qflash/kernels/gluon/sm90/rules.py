@@ -10,7 +10,8 @@ shape in alternation. The data lie in ``benchmarks/archive``:
 * long rows of few heads from floats: ``quantise_apart_h100.json``, on one H100; of so few that a block of 64 queries has a
   processor to itself: ``long_rows_h200.json``;
 * packed sequences, the longest first: ``varlen_order_h100.json``, on one H100;
-* sums of V in programs of eight warps: ``division_h100.json``, on one H100.
+* sums of V in programs of eight warps: ``division_h100.json``, on one H100;
+* keys and values quantised by clusters: ``cluster_quantise_h200.json``.
 """
 
 from __future__ import annotations
@@ -213,6 +214,42 @@ def quantises_apart(queries: int, keys: int, heads: int, head_dim: int, processo
     """
     few = queries <= FEW_QUERIES or 2 * triton.cdiv(queries, 128) * heads <= 3 * processors
     return keys > APART_KEYS and head_dim <= 64 and few
+
+
+class Cluster(NamedTuple):
+    """How :mod:`.sm90.quantize` divides the keys, or the values, of a head.
+
+    Attributes:
+        blocks: of a cluster.
+        tiles: of each block, of as many tokens as four warps load sixteen bytes of four times.
+    """
+
+    blocks: int
+    tiles: int
+
+
+CLUSTER_WARPS = 4
+"""Warps of a block of :mod:`.sm90.quantize`."""
+_MOST_TILES = {4: 4, 8: 4, 16: 5}
+"""Tiles of a block, for which it has registers, by the blocks of a cluster."""
+
+
+def choose_cluster(tokens: int, channels: int) -> Cluster | None:
+    """Return the smallest cluster of :mod:`.sm90.quantize` that holds a head's keys in registers, or None.
+
+    Smaller clusters with more tiles have fewer ranges to read. Of 40 to 48 or 72 to 96 channels many lanes would idle: 64
+    heads of 4096 keys of 80 channels took 78 us, and two launches 74.
+
+    Args:
+        tokens: of a head.
+        channels: of a head, more than 32.
+    """
+    width = triton.next_power_of_2(channels)
+    if 4 * channels <= 3 * width:
+        return None
+    tile = 2048 * CLUSTER_WARPS // width
+    found = (Cluster(blocks, triton.cdiv(tokens, blocks * tile)) for blocks in _MOST_TILES)
+    return next((cluster for cluster in found if cluster.tiles <= _MOST_TILES[cluster.blocks]), None)
 
 
 def most_packed_keys(head_dim: int, heads: int, processors: int) -> int:

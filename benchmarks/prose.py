@@ -221,8 +221,9 @@ def _few_heads() -> list[float]:
 
 
 def _tuned() -> list[float]:
-    """Return the batch, and microseconds of two models with max-autotune and without."""
-    models, methods = ("deit_small_patch16_224", "deit_base_patch16_224"), ("compile max-autotune", col.COMPILE)
+    """Return the batch, and microseconds of three models with max-autotune and without."""
+    models = [f"deit_{size}_patch16_224" for size in ("tiny", "small", "base")]
+    methods = "compile max-autotune", col.COMPILE
     return [8, *(_one("networks_tuned_h200", col.MEDIAN_US, model=of, batch=8, method=by) for of in models for by in methods)]
 
 
@@ -264,8 +265,18 @@ def _per_score(shape: str) -> float:
     return _shape(shape, col.QFLASH_INT8) / (batch * heads * tokens**2)
 
 
-def _profiled(method: str) -> float:
-    return _one("../archive/kernels_in_models_h100", "us", model="vit_base_patch14_dinov2", batch=1, method=method)
+def _patched() -> list[float]:
+    """Return microseconds of a compiled DINOv2-S and -B at 518 pixels, batch 1, each patched and not."""
+    models = {row["model"]: row for row in record("../archive/cluster_quantise_h200")["models"]}
+    names = [f"vit_{size}_patch14_dinov2" for size in ("small", "base")]
+    return [models[name][key] for name in names for key in ("patched_after_us", "unpatched_us")]
+
+
+def _quantising() -> list[float]:
+    """Return microseconds of quantising 8x16x1024x128 by clusters, and by two launches."""
+    (row,) = _rows("../archive/cluster_quantise_h200", shape="8x16x1024x128")
+    states = row["kernels_after_us"], row["kernels_before_us"]
+    return [sum(time for name, time in kernels.items() if "hopper" not in name) for kernels in states]
 
 
 def _onnx(batch: int) -> list[float]:
@@ -441,7 +452,8 @@ SAID = (
         NETWORK, "a DINOv2-S at batch 1 takes 435 µs in place of 474", "../archive/long_rows_h200.json", _few_heads,
     ),
     Said(
-        NETWORK, "at batch 8 a DeiT-S takes 727 and 620 µs, a DeiT-B 1210 and 1023", "networks_tuned_h200.json", _tuned,
+        NETWORK, "at batch 8 a DeiT-T takes 475 and 464 µs, a DeiT-S 727 and 620, a DeiT-B 1210 and 1023",
+        "networks_tuned_h200.json", _tuned,
     ),
     Said(
         NETWORK, "compiled in float16, took 211, 271 and 836 µs, beside which ours is 1.74, 1.60 and 1.54 times as fast",
@@ -495,8 +507,12 @@ SAID = (
         lambda: _long_rows("4x16x4096x80", "fp16"),
     ),
     Said(
-        LIMITS, "takes 1311 µs so, unpatched 1224", "../archive/kernels_in_models_h100.json",
-        lambda: [_profiled(col.QFLASH), _profiled(col.TIMM)],
+        LIMITS, "a patched DINOv2-S takes 699 µs, unpatched 724; a DINOv2-B 1059 and 1004",
+        "../archive/cluster_quantise_h200.json", _patched,
+    ),
+    Said(
+        LIMITS, "at 8x16x1024x128 takes 36.5 µs; two launches took 52.2", "../archive/cluster_quantise_h200.json",
+        _quantising,
     ),
     Said(
         LIMITS, "take 1.4 times the time per score", "shapes_h200.json",

@@ -150,3 +150,30 @@ def test_longer_rows_are_for_the_portable_kernels() -> None:
             x.WIDE_OFFSETS for launch in recording.launches for x in launch.arguments.values() if hasattr(x, "WIDE_OFFSETS")
         }
         assert wide == {heads == 1024}
+
+
+@pytest.mark.parametrize("tokens", [20, 300])
+@pytest.mark.parametrize("masked", [False, True])
+def test_heads_further_apart_than_32_bits_reach(tokens: int, masked: bool) -> None:
+    """The third head of each tensor begins 2**31 elements behind the first; nobody touches the memory between."""
+    generator = torch.Generator().manual_seed(tokens)
+
+    def apart(x: torch.Tensor) -> torch.Tensor:
+        far = torch.empty((2 << 30) + x[0, 0].numel(), dtype=x.dtype).as_strided(x.shape, (0, 1 << 30, x.shape[3], 1))
+        return far.copy_(x)
+
+    query, key, value = (torch.randn(1, 3, tokens, 32, generator=generator).half() for _ in range(3))
+    mask = torch.rand(1, 3, tokens, tokens, generator=generator) < 0.8 if masked else None
+    expected = execution.attention(query, key, value, mask, False, 0.2, DEFAULT.key, "reference")
+    far = mask if mask is None else apart(mask)
+    for tensors in ((apart(query), key, value), (query, apart(key), value), (query, key, apart(value))):
+        assert same_bits(execution.attention(*tensors, far, False, 0.2, DEFAULT.key, "triton"), expected)
+    if mask is not None:
+        bias = torch.where(mask, torch.randn(mask.shape, generator=generator), -torch.inf)
+        expected = execution.attention(query, key, value, bias, False, 0.2, DEFAULT.key, "reference")
+        assert same_bits(execution.attention(query, key, value, apart(bias), False, 0.2, DEFAULT.key, "triton"), expected)
+    integers = [qflash.quantize(x) for x in (query, key, value)]
+    expected = qflash.int8_attention(*integers, out_dtype=torch.float32, backend="reference")
+    integers[1] = dataclasses.replace(integers[1], values=apart(integers[1].values))
+    integers[2] = dataclasses.replace(integers[2], values=apart(integers[2].values))
+    assert same_bits(qflash.int8_attention(*integers, out_dtype=torch.float32, backend="triton"), expected)

@@ -78,7 +78,7 @@ class KernelRequest:
         if not self.fused:
             return None
         if self.wide_offsets:
-            return "a head's elements lie further apart than 32-bit offsets reach"
+            return "elements of an image lie further apart than 32-bit offsets reach"
         finds = (
             recipe.query_granularity in ("head", "token")
             and recipe.key_granularity == "head"
@@ -138,9 +138,9 @@ def shape_of(call: AttentionCall, fused: bool) -> AttentionShape:
 
 
 def needs_wide_offsets(*tensors: torch.Tensor | None) -> bool:
-    """Tell whether elements of a head of one of the tensors lie further apart than 32-bit offsets reach."""
+    """Tell whether elements of a batch element of one of the tensors lie further apart than 32-bit offsets reach."""
     return any(
-        sum((x.shape[dim] - 1) * x.stride(dim) for dim in (2, 3) if x.shape[dim] > 1) >= 1 << 31
+        sum((x.shape[dim] - 1) * x.stride(dim) for dim in (1, 2, 3) if x.shape[dim] > 1) >= 1 << 31
         for x in tensors
         if x is not None
     )

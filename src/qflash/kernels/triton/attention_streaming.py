@@ -63,7 +63,7 @@ def pack_value_kernel(
     """
     z, h = tl.program_id(2).to(tl.int64), tl.program_id(1)
     if WIDE_OFFSETS:
-        v_stride_n = tl.cast(v_stride_n, tl.int64)
+        h, v_stride_n = tl.cast(h, tl.int64), tl.cast(v_stride_n, tl.int64)
     blocks = (WIDTH + BLOCK_C - 1) // BLOCK_C
     part = tl.program_id(0) // blocks
     begin = part * chunk
@@ -91,7 +91,7 @@ def pack_key_kernel(
 
     The copy engine then reads whole lines of memory, whatever the channels and the tensor's strides, which are in words.
     """
-    z, h = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    z, h = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
     word = tl.arange(0, WIDTH)[None, :]
     inside = (n < keys) & (word < WORDS)
@@ -225,6 +225,8 @@ def long_kernel(
     MASK: tl.constexpr = MASKING.MASK
     z = tl.program_id(2).to(tl.int64)
     h = tl.program_id(1)
+    if WIDE_OFFSETS:
+        h = tl.cast(h, tl.int64)
     kv_head = h // GROUP
     queries, keys, inverse_count = numbers.queries, numbers.keys, numbers.inverse_count
     q_stride_n, k_stride_n = strides.q_stride_n, strides.k_stride_n

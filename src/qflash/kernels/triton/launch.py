@@ -69,7 +69,7 @@ def resident_refusal(request: KernelRequest, tiles: Tiles) -> str | None:
     if request.fused and (not is_short(request.shape) or widest * triton.next_power_of_2(call.keys) > 64 * SHORT_ROW):
         return "it quantises up to 256 keys of up to 64 channels, and fewer of more"
     if request.wide_offsets:
-        return "a head's elements lie further apart than 32-bit offsets reach"
+        return "elements of an image lie further apart than 32-bit offsets reach"
     return request.unquantisable
 
 
@@ -252,8 +252,10 @@ def varlen_launches(call: VarlenCall, out: torch.Tensor, guard: bool) -> list[Ke
         "EXACT": recipe.takes_exact_sum(lengths.most_keys),
         "ONLINE": recipe.normalization != "two_pass",
         "VALUE_SUMS": call.packed_value and not call.is_causal,
-        # offsets begin with the sequence
-        "WIDE_OFFSETS": any(x.stride(0) * max(lengths.most_queries, lengths.most_keys) >= 1 << 31 for x in tokens),
+        # offsets begin with the sequence, and with the first head
+        "WIDE_OFFSETS": any(
+            x.stride(0) * max(lengths.most_queries, lengths.most_keys) + x.stride(1) * x.shape[1] >= 1 << 31 for x in tokens
+        ),
         "WIDE_SUMS": lengths.most_keys > fp.SECTION_KEYS,
         "VARLEN": True,
         "VALUE_ROWS": not call.packed_value,

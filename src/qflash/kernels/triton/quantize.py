@@ -80,7 +80,7 @@ def quantize_kernel(
     """Write BLOCK_N tokens of a head as int8 with given scales (any granularity, by strides), less ``center``."""
     block, h, z = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     if WIDE_OFFSETS:
-        x_stride_n, s_stride_n = tl.cast(x_stride_n, tl.int64), tl.cast(s_stride_n, tl.int64)
+        h, x_stride_n, s_stride_n = tl.cast(h, tl.int64), tl.cast(x_stride_n, tl.int64), tl.cast(s_stride_n, tl.int64)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     inside = (n[:, None] < tokens) & (d[None, :] < channels)
@@ -102,7 +102,7 @@ def quantize_token_kernel(
     """Write BLOCK_N tokens of one head as int8, and one scale per token, found here."""
     block, h, z = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     if WIDE_OFFSETS:
-        x_stride_n = tl.cast(x_stride_n, tl.int64)
+        h, x_stride_n = tl.cast(h, tl.int64), tl.cast(x_stride_n, tl.int64)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     inside = (n[:, None] < tokens) & (d[None, :] < channels)
@@ -142,7 +142,7 @@ def quantize_head_kernel(
     """
     h, z, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     if WIDE_OFFSETS:
-        x_stride_n = tl.cast(x_stride_n, tl.int64)
+        h, x_stride_n = tl.cast(h, tl.int64), tl.cast(x_stride_n, tl.int64)
     head = z * tl.num_programs(0) + h
     d = tl.arange(0, BLOCK_D)
     x_base = x_ptr + z * x_stride_z + h * x_stride_h
@@ -190,7 +190,7 @@ def quantize_centered_kernel(
     """
     h, z, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     if WIDE_OFFSETS:
-        x_stride_n = tl.cast(x_stride_n, tl.int64)
+        h, x_stride_n = tl.cast(h, tl.int64), tl.cast(x_stride_n, tl.int64)
     head = z * tl.num_programs(0) + h
     d = tl.arange(0, BLOCK_D)
     parts = tl.arange(0, CHUNKS)[:, None]
@@ -232,7 +232,7 @@ def range_kernel(
     """Write the minimum and maximum of every channel over one chunk of tokens of one head."""
     chunk, h, z = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     if WIDE_OFFSETS:
-        x_stride_n = tl.cast(x_stride_n, tl.int64)
+        h, x_stride_n = tl.cast(h, tl.int64), tl.cast(x_stride_n, tl.int64)
     d = tl.arange(0, BLOCK_D)
     begin = chunk * chunk_tokens
     low, high = _channel_range(

@@ -109,7 +109,7 @@ def _load(base, stride_n, stride_d, place, n, last, d, channels, PLACES: tl.cons
 def _place(ptr, z, h, stride_z, stride_h, stride_n, UNIT: tl.constexpr, WIDE_OFFSETS: tl.constexpr):
     """(pointer to a head's tokens, their stride), as multiples of UNIT elements, so that the compiler sees the alignment."""
     if WIDE_OFFSETS:
-        stride_n = tl.cast(stride_n, tl.int64)
+        h, stride_n = tl.cast(h, tl.int64), tl.cast(stride_n, tl.int64)
     return ptr + z * (stride_z // UNIT * UNIT) + h * (stride_h // UNIT * UNIT), stride_n // UNIT * UNIT
 
 

@@ -74,6 +74,7 @@ def seen_kernel(
     """
     z, h = tl.program_id(2).to(tl.int64), tl.program_id(1)
     if WIDE_OFFSETS:
+        h = tl.cast(h, tl.int64)
         mask_stride_m, mask_stride_n = tl.cast(mask_stride_m, tl.int64), tl.cast(mask_stride_n, tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.minimum(n, keys - 1)[None, :] * mask_stride_n
@@ -111,7 +112,7 @@ def take_kernel(
     z, h = tl.program_id(2).to(tl.int64), tl.program_id(1)
     n, d = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     if WIDE_OFFSETS:
-        x_stride_n = tl.cast(x_stride_n, tl.int64)
+        h, x_stride_n = tl.cast(h, tl.int64), tl.cast(x_stride_n, tl.int64)
     # the launch has the batch from element ``first`` on
     place = tl.load(place_ptr + (first + z) % period * place_stride_z + h * place_stride_h + n, mask=n < tokens, other=0)
     inside = (n[:, None] < tokens) & (d[None, :] < channels)

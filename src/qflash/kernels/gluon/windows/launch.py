@@ -64,6 +64,8 @@ def refusal(request: KernelRequest, tiles: Tiles) -> str | None:
         return "it takes a bias but no other mask, and one key scale a head"
     if tiles.family != WINDOWS:
         return f"the tiles are for {tiles.family}"
+    if request.wide_offsets:
+        return "elements of an image lie further apart than 32-bit offsets reach"
     fits = all(x is None or side_by_side(x) for x in (call.query, call.key, call.value, request.out))
     return None if fits else "channels must be neighbours, and rows begin at multiples of 16 bytes"
 

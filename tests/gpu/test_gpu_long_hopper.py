@@ -112,6 +112,22 @@ def test_from_floats_it_has_the_reference_bits(geometry: int) -> None:
         assert same_bits(qflash.attention(q, k, v, enable_gqa=True), expected), (shapes, dtype, draw)
 
 
+@pytest.mark.parametrize(
+    ("keys", "head_dim", "blocks"),
+    [(513, 64, 4), (2500, 64, 8), (1300, 104, 8), (4097, 56, 16), (2100, 128, 16), (5120, 128, 16)],
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_each_cluster_that_quantises_has_the_reference_bits(keys: int, head_dim: int, blocks: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator(CUDA).manual_seed(keys)
+    q, k, v = (torch.randn(2, 2, n, head_dim, generator=generator, device=CUDA).to(dtype) for n in (65, keys, keys))
+    k[0, 1, keys - 1, 3] = torch.nan
+    call = float_call(q, k, v, None, False, 0.1, DEFAULT)
+    assert sm90.quantizes_in_clusters(call) and sm90.quantize_in_clusters(call).value_sums.shape[2] == blocks
+    with mock.patch("qflash.kernels.dispatch.one_launch", return_value=Choice(None, TILES, {})):
+        got = qflash.attention(q, k, v, scale=0.1)
+    assert same_bits(got, execution.attention(q, k, v, None, False, 0.1, DEFAULT.key, "reference"))
+
+
 def test_what_it_does_not_take_goes_elsewhere() -> None:
     one = torch.ones(1, 1, 1, 1, device=CUDA)
     x = torch.ones(2, 2, 300, 64, device=CUDA, dtype=torch.int8)

@@ -125,13 +125,22 @@ def test_requantisation(emulated: Load, target: str, monkeypatch: pytest.MonkeyP
     module.test_twin_output_multiplier_and_requantize()
 
 
-@pytest.mark.parametrize("kernels", [["windows_kernel"], ["hopper_kernel"], ["long_range", "long_quantize", "long_hopper"]])
+@pytest.mark.parametrize(
+    "kernels",
+    [
+        ["windows_kernel"],
+        ["hopper_kernel"],
+        ["long_range", "long_quantize", "long_hopper"],
+        ["cluster_quantize", "long_hopper"],
+    ],
+)
 def test_calls_by_hand_are_repeated(emulated: Load, monkeypatch: pytest.MonkeyPatch, kernels: list[str]) -> None:
     """The launches of a call on other tensors, descriptions of matrices for the copy engine among their arguments."""
     emulated("kernels.test_launch_recorder")
     launched: list[str] = []
     monkeypatch.setattr(launch_recorder.KernelLaunch, "launcher", run_by_address(launched))
-    tokens, head_dim = {"windows_kernel": (49, 32), "hopper_kernel": (70, 64)}.get(kernels[0], (300, 64))
+    others = {"windows_kernel": (49, 32), "hopper_kernel": (70, 64), "cluster_quantize": (520, 64)}
+    tokens, head_dim = others.get(kernels[0], (300, 64))
 
     def draw(seed: int) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -144,7 +153,11 @@ def test_calls_by_hand_are_repeated(emulated: Load, monkeypatch: pytest.MonkeyPa
             for call in attention_launches(float_call(query, key, value, None, False, 0.2, DEFAULT), out):
                 call.run()
             return out
-        found = dispatch.launch_quantize_long(None, key, value, DEFAULT.replace(smooth_value=False), True)
+        recipe = DEFAULT.replace(smooth_value=False)
+        if kernels[0] == "cluster_quantize":
+            found = sm90.quantize_in_clusters(float_call(query, key, value, None, False, 0.2, recipe))
+        else:
+            found = dispatch.launch_quantize_long(None, key, value, recipe, True)
         for call in attention_launches(
             int8_call(
                 query,
@@ -344,36 +357,48 @@ def test_long_hopper_fused(emulated: Load, keys: int, head_dim: int, dtype: torc
 
 
 @pytest.mark.parametrize(
-    ("keys", "head_dim", "dtype", "recipe"),
+    ("keys", "head_dim", "dtype", "recipe", "blocks"),
     [
-        (300, 64, torch.float16, DEFAULT),
-        (600, 56, torch.bfloat16, DEFAULT.replace(smooth_value=False)),
-        (300, 128, torch.bfloat16, DEFAULT.replace(smooth_key=False)),
-        (1100, 104, torch.float16, DEFAULT.replace(smooth_value=True)),
+        (600, 64, torch.float16, DEFAULT, 4),
+        (700, 56, torch.bfloat16, DEFAULT.replace(smooth_value=False), 4),
+        (300, 128, torch.bfloat16, DEFAULT.replace(smooth_key=False), 4),
+        (1100, 104, torch.float16, DEFAULT.replace(smooth_value=True), 8),
+        (2100, 128, torch.float16, DEFAULT, 16),
     ],
 )
-def test_quantised_in_clusters(emulated: Load, keys: int, head_dim: int, dtype: torch.dtype, recipe: Recipe) -> None:
-    """One launch by clusters gives what two launches give, for a head that is not finite, too."""
+def test_quantised_in_clusters(
+    emulated: Load, keys: int, head_dim: int, dtype: torch.dtype, recipe: Recipe, blocks: int
+) -> None:  # fmt: skip
+    """One launch by clusters gives what two launches give, padding included, for a head that is not finite, too."""
     long_quantize = emulated("qflash.kernels.triton.quantize_streaming")
     generator = torch.Generator().manual_seed(keys)
     # heads side by side in memory, as a model's projection leaves them
-    key, value = torch.randn(2, 2, keys, 2, head_dim, generator=generator).to(dtype).transpose(2, 3)
-    key[0, 1, 17, 3], value[1, 0, keys - 1, 5] = math.nan, math.inf
+    key, value = torch.randn(2, 1, keys, 2, head_dim, generator=generator).to(dtype).transpose(2, 3)
+    key[0, 1, 17, 3], value[0, 0, keys - 1, 5] = math.nan, math.inf
     call = float_call(key, key, value, None, False, 0.1, recipe)
     assert sm90.quantizes_in_clusters(call)
     got, expected = sm90.quantize_in_clusters(call), long_quantize.launch_quantize_long(None, key, value, recipe, True)
-    finite = torch.ones(2, 2, 1, 1, dtype=torch.bool)
+    assert got.value_sums.shape[2] == blocks
+    finite = torch.ones(1, 2, 1, 1, dtype=torch.bool)
     finite[0, 1] = False
     assert same_bits(got.key_scale, expected.key_scale) and bool((got.key_scale.isfinite() == finite).all())
     assert torch.equal(torch.where(finite, got.key, 0), torch.where(finite, expected.key, 0))
     assert same_bits(got.value_scale, expected.value_scale)
-    usable = expected.value_scale.isfinite()
-    assert torch.equal(torch.where(usable, got.value, 0), torch.where(usable, expected.value, 0))
-    sums = [found.value_sums.sum(2, keepdim=True)[..., :head_dim] for found in (got, expected)]
-    padded = torch.where(usable, sums[0], 0), torch.where(usable, sums[1], 0)
-    assert torch.equal(*padded)
+    # the row of the channel that is not finite has any numbers
+    width, padded = got.value_sums.shape[3], -(-keys // 128) * 128
+    row = int(long_quantize.row_of_channel.fn(torch.tensor(5), width))
+    packed = [found.value._base.clone() for found in (got, expected)]
+    assert [x.shape for x in packed] == 2 * [(1, 2, width, padded)]
+    for x in packed:
+        x[0, 0, row] = 0
+    assert torch.equal(*packed)
+    sums = [found.value_sums.sum(2) for found in (got, expected)]
+    for x in sums:
+        x[0, 0, 5] = 0
+    assert torch.equal(*sums)
     assert (got.value_offset is None) == (expected.value_offset is None)
     if got.value_offset is not None and expected.value_offset is not None:
+        usable = expected.value_scale.isfinite()
         assert same_bits(torch.where(usable, got.value_offset, 0), torch.where(usable, expected.value_offset, 0))
 
 

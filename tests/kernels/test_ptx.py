@@ -148,9 +148,11 @@ def test_blocks_of_a_cluster_see_what_the_others_wrote_before_a_barrier(backward
 
 
 def test_a_block_that_ends_before_a_barrier_of_its_cluster_is_noticed() -> None:
-    text = "mov.u32 %r, %cluster_ctarank; setp.eq.s32 %p, %r, 0; @%p bra OVER; barrier.cluster.wait.aligned; OVER: ret;"
+    text = "mov.u32 %r, %cluster_ctarank; setp.eq.s32 %p, %r, 0; @%p bra OVER; ARRIVE barrier.cluster.wait.aligned; OVER: ret;"
     with pytest.raises(RuntimeError, match="wait for others that have ended"):
-        ptx.run_together(cluster(text, ptx.Memory([])))
+        ptx.run_together(cluster(text.replace("ARRIVE", "barrier.cluster.arrive.aligned;"), ptx.Memory([])))
+    with pytest.raises(RuntimeError, match="without having arrived"):
+        ptx.run_together(cluster(text.replace("ARRIVE", ""), ptx.Memory([])))
     with pytest.raises(RuntimeError, match=r"ctaid\.x in a cluster"):
         ptx.run_together(cluster("mov.u32 %r, %ctaid.x; ret;", ptx.Memory([])))
 

@@ -383,9 +383,9 @@ def test_few_heads_of_long_rows_are_quantised_by_launches_of_their_own(
 @pytest.mark.parametrize(
     ("keys", "dim", "cluster"),
     [
-        (300, 64, (4, 1)), (1370, 64, (4, 3)), (2048, 64, (4, 4)), (2049, 64, (8, 3)), (4097, 56, (16, 3)),
+        (512, 64, None), (513, 64, (4, 2)), (1370, 64, (4, 3)), (2048, 64, (4, 4)), (2049, 64, (8, 3)), (4097, 56, (16, 3)),
         (10240, 64, (16, 5)), (10241, 64, None), (1024, 128, (4, 4)), (1025, 104, (8, 3)), (5120, 128, (16, 5)),
-        (5121, 128, None), (1370, 48, None), (4096, 80, None),
+        (5121, 128, None), (256, 128, None), (1370, 48, None), (4096, 80, None), (1370, 100, None),
     ],
 )  # fmt: skip
 def test_clusters_that_quantise_hold_a_head(keys: int, dim: int, cluster: tuple[int, int] | None) -> None:

@@ -25,16 +25,22 @@ def _make_trap(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
 
 
 def _make_bar(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
-    if modifiers[0] == "warp" or modifiers[:2] == ["cluster", "arrive"]:
+    if modifiers[0] == "warp":
         return lambda warp: None
 
-    if modifiers[:2] == ["cluster", "wait"]:
+    if modifiers[0] == "cluster":
+        arrives = {"arrive": True, "wait": False}[modifiers[1]]
 
-        def wait(warp: Warp) -> str:
+        def at_cluster(warp: Warp) -> str | None:
+            if warp.arrived is arrives:
+                raise RuntimeError("a warp waits at its cluster's barrier without having arrived, or arrives twice")
+            warp.arrived = arrives
+            if arrives:
+                return None
             warp.barrier = CLUSTER, 0
             return "barrier"
 
-        return wait
+        return at_cluster
 
     def step(warp: Warp) -> str:
         number, *count = (int(warp.read(name)[0]) for name in operands)

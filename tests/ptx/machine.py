@@ -128,6 +128,7 @@ class Warp:
         self.mask = ALL
         self.at = 0
         self.barrier: tuple[int, int] | None = None
+        self.arrived = False  # at the barrier of its cluster
         self.queues: dict[str, list[list[Callable[[], None]]]] = {"wgmma": [[]], "cp": [[]]}
 
     def run(self) -> Iterator[str]:

@@ -326,7 +326,8 @@ def quantizes_in_clusters(call: AttentionCall) -> bool:
     """Tell whether :mod:`.sm90.quantize` takes a float call's keys and values for :mod:`.sm90.attention_streaming`."""
     tensors = call.key, call.value
     fits = all(x.element_size() == 2 and side_by_side(x) for x in tensors) and not needs_wide_offsets(*tensors)
-    return fits and call.places is None and choose_cluster(call.keys, call.head_dim) is not None
+    fits = fits and call.places is None and call.value_dim == call.head_dim
+    return fits and choose_cluster(call.keys, call.head_dim) is not None
 
 
 def quantize_in_clusters(call: AttentionCall) -> LongQuantized:
@@ -336,7 +337,7 @@ def quantize_in_clusters(call: AttentionCall) -> LongQuantized:
     cluster, padded = choose_cluster(tokens, channels), triton.cdiv(tokens, _STREAMING_TILE) * _STREAMING_TILE
     assert cluster is not None
     packed, found = new_quantized(key, value, recipe, True, padded, cluster.blocks)
-    width = triton.next_power_of_2(channels)
+    width = packed.shape[2]
     low, high = (key.new_empty((batch, heads, 2, width // 2, cluster.blocks), dtype=torch.int32) for _ in range(2))
     strides = {
         f"{name}_stride_{axis}": x.stride(dim) for name, x in (("k", key), ("v", value)) for dim, axis in enumerate("zhn")
@@ -347,8 +348,8 @@ def quantize_in_clusters(call: AttentionCall) -> LongQuantized:
         _cluster_kernel(), (1, heads, 2 * batch), key, value, low, high, found.key, found.key_scale, packed, found.value_scale,
         offset, found.value_sums, group(**strides), tokens,
         group(channels=channels, key_stride_n=found.key.stride(2), words=padded // 4),
-        CENTER=recipe.smooth_key, CENTER_VALUE=recipe.smooth_value, WIDTH=packed.shape[2], BLOCKS=cluster.blocks, D=width,
-        TILES=cluster.tiles, WARPS=CLUSTER_WARPS, num_warps=CLUSTER_WARPS, num_ctas=cluster.blocks, enable_fp_fusion=False,
+        CENTER=recipe.smooth_key, CENTER_VALUE=recipe.smooth_value, BLOCKS=cluster.blocks, D=width, TILES=cluster.tiles,
+        WARPS=CLUSTER_WARPS, num_warps=CLUSTER_WARPS, num_ctas=cluster.blocks, enable_fp_fusion=False,
     )  # fmt: skip
     return found
 

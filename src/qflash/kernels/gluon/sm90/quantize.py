@@ -9,8 +9,8 @@ launches. Here a cluster of BLOCKS blocks holds the keys, or the values, of a he
 3. every block combines all ranges, then quantises and writes its part.
 
 *Tensors.* The first dimension of each is BLOCKS, and a block has one of it, so that nothing but ranges passes between blocks.
-Of each part of a tile a thread has two neighbouring rows of eight neighbouring channels. Parts of values are such that it has
-the four keys of a word of packed V in the same place of four of them.
+Of each part of a tile a thread has two neighbouring rows of eight neighbouring channels. Of four parts of values it has the
+four keys of each word of packed V.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ...common.quantize_ops import (
 from ...common.tile_ops import inverse_key_order, row_of_channel
 from ..ptx_ops import as_float32, int32_values, numbers_of, rounded_product, value_scale, word_ranges, words_of, zero_point
 
-# what came before is seen by all blocks of the cluster behind it; once per thread
+# after it every block sees what all have written; run once a thread
 CLUSTER_BARRIER = gl.constexpr("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; mov.b32 $0, $1;")
 WORD_OF_FOUR = gl.constexpr(
     "{.reg .b32 a, b; prmt.b32 a, $1, $2, 0x0040; prmt.b32 b, $3, $4, 0x0040; prmt.b32 $0, a, b, 0x5410;}"
@@ -63,7 +63,7 @@ def channels_layout(warps, blocks):
 
 @gluon.constexpr_function
 def combined_layout(warps, blocks):
-    """Return a layout of (blocks, ranges, words of channels) to combine ranges: a thread has all of its words."""
+    """Return a layout of (blocks, ranges, words of channels) to combine ranges: a thread has all ranges of a word."""
     return gl.BlockedLayout([1, blocks, 1], [1, 1, 32], [1, 1, warps], [1, 2, 0], _divided(blocks))
 
 
@@ -93,7 +93,7 @@ def _wait_for_cluster(BLOCKS: gl.constexpr, WARPS: gl.constexpr, L: gl.constexpr
 def _ranges(parts, low_ptr, high_ptr, BLOCKS: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr):
     """(minima, maxima) of a head's channels, two float32 (BLOCKS, D), each block the same, from those of ``parts``.
 
-    Blocks exchange words of two 16-bit numbers. Behind that a thread has two channels, so that scales are found once a block.
+    Blocks exchange words of two 16-bit numbers. After that a thread has two channels, so that it finds two scales, not eight.
     """
     L: gl.constexpr = parts[0].type.layout
     DTYPE: gl.constexpr = parts[0].dtype
@@ -162,9 +162,9 @@ def _keys(
 @gluon.jit
 def _values(
     base, stride_n, low_ptr, high_ptr, out, words, scale_ptr, offset_ptr, sums_ptr, tokens, channels, CENTER: gl.constexpr,
-    WIDTH: gl.constexpr, BLOCKS: gl.constexpr, D: gl.constexpr, TILES: gl.constexpr, WARPS: gl.constexpr,
+    BLOCKS: gl.constexpr, D: gl.constexpr, TILES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Write a head's values as the words that the tensor core reads, zeros up to WIDTH channels, with scales and sums."""
+    """Write a head's values as the words that the tensor core reads, zeros up to D channels, with scales and sums."""
     L: gl.constexpr = tile_layout(D, WARPS, BLOCKS)
     ROWS: gl.constexpr = 512 * WARPS // D
     block, r, d = _places(BLOCKS, ROWS, D, L)
@@ -178,7 +178,6 @@ def _values(
     of_block, of_channel = _blocks_and_channels(BLOCKS, D, N)
     inside = of_channel < channels
     written = inside & (of_block == 0)
-    middle = low
     if CENTER:
         middle, most = centered_scale(gl.where(inside, low, 0.0), gl.where(inside, high, 0.0))
     else:
@@ -192,7 +191,7 @@ def _values(
         gl.store(offset_ptr + (of_channel + 0 * of_block), zero * scale, mask=written)
     inverse, zero = _beside_tile(inverse, L), _beside_tile(zero, L)
     sums = gl.full((BLOCKS, ROWS, D), 0, gl.int32, L)
-    row = out + row_of_channel(d, WIDTH) * words
+    row = out + row_of_channel(d, D) * words
     for i in gl.static_range(TILES):
         four = ()
         real = first * 0
@@ -203,25 +202,25 @@ def _values(
         x = x & real
         sums = gl.inline_asm_elementwise(SUM_OF_FOUR, "=r,r,r", [x, sums], gl.int32, True, 1)
         place = block * (TILES * ROWS) + (i * ROWS + r)
-        gl.store(row + place, x, mask=(place < words) & (d < WIDTH))
+        gl.store(row + place, x, mask=place + 0 * d < words)
     sums = gl.sum(sums, 1)
     S: gl.constexpr = sums.type.layout
     of_block, of_channel = _blocks_and_channels(BLOCKS, D, S)
-    gl.store(sums_ptr + (of_block * WIDTH + of_channel), sums, mask=of_channel < WIDTH)
+    gl.store(sums_ptr + (of_block * D + of_channel), sums)
 
 
 @gluon.jit(do_not_specialize=("tokens",))
 def cluster_quantize_kernel(
     k_ptr, v_ptr, low_ptr, high_ptr, key_ptr, key_scale_ptr, packed_ptr, value_scale_ptr, value_offset_ptr, sums_ptr, strides,
-    tokens, sizes, CENTER: gl.constexpr, CENTER_VALUE: gl.constexpr, WIDTH: gl.constexpr, BLOCKS: gl.constexpr,
+    tokens, sizes, CENTER: gl.constexpr, CENTER_VALUE: gl.constexpr, BLOCKS: gl.constexpr,
     D: gl.constexpr, TILES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Quantise the keys (program z even) or values (z odd) of a head: a program is a cluster of BLOCKS blocks.
 
-    A block takes TILES tiles of 2048 * WARPS // D tokens. Values are written as (WIDTH channels, words of four keys), with
+    A block takes TILES tiles of 2048 * WARPS // D tokens. Values are written as (D channels, words of four keys), with
     zeros past the last channel and key, and the sums of channels of each block.
     """
-    h, z = gl.program_id(1), (gl.program_id(2) // 2).to(gl.int64)
+    h, z = gl.program_id(1).to(gl.int64), (gl.program_id(2) // 2).to(gl.int64)
     head = z * gl.num_programs(1) + h
     # multiples of 8, which Triton does not specialise on
     channels = sizes.channels // 8 * 8
@@ -236,7 +235,7 @@ def cluster_quantize_kernel(
         ranges = (2 * head + 1) * (BLOCKS * D // 2)
         _values(
             v_ptr + z * strides.v_stride_z + h * (strides.v_stride_h // 8 * 8), strides.v_stride_n // 8 * 8, low_ptr + ranges,
-            high_ptr + ranges, packed_ptr.to(gl.pointer_type(gl.int32)) + head * WIDTH * sizes.words, sizes.words,
-            value_scale_ptr + head * channels, value_offset_ptr + head * channels, sums_ptr + head * (BLOCKS * WIDTH),
-            tokens, channels, CENTER_VALUE, WIDTH, BLOCKS, D, TILES, WARPS,
+            high_ptr + ranges, packed_ptr.to(gl.pointer_type(gl.int32)) + head * D * sizes.words, sizes.words,
+            value_scale_ptr + head * channels, value_offset_ptr + head * channels, sums_ptr + head * (BLOCKS * D),
+            tokens, channels, CENTER_VALUE, BLOCKS, D, TILES, WARPS,
         )  # fmt: skip

@@ -57,7 +57,8 @@ PASSING_BY_FOUR, PASSING_BY_EIGHT = 1.05, 1.01
 """Factors of a block's time in programs that pass from head to head: they take more registers, which four warps lack."""
 
 APART_KEYS = 1200
-"""Keys from which few heads are quantised by launches of their own: between 1025, where that is slower, and 1370."""
+"""Keys from which few heads are quantised by launches of their own: between 1025, where that is slower for 6 heads and level
+for 12, and 1370."""
 FEW_QUERIES = 32
 """Queries of a class token or of pooling, at most: a program works on them for less time than on quantising their keys."""
 
@@ -201,13 +202,14 @@ def split_sm90_resident(tiles: Tiles, work: Work) -> Tiles:
 def quantises_apart(queries: int, keys: int, heads: int, head_dim: int, processors: int) -> bool:
     """Tell whether launches of their own should quantise, although :mod:`.sm90.attention_resident` could do it, too.
 
-    Where each processor has a block of 128 queries at most, the one launch is sooner done if it is repeated: 25.7 against 26.8
-    us for 12 heads of 1370 keys. Its code quantises a whole head in registers, and grows with the row. Beside the other kernels
-    of a DINOv2-B it takes 33.6 us, which costs the model 5 %: it then no longer seems to stay in the instruction caches. Up to
-    one and a half blocks a processor, programs of the one launch quantise one or two heads each and wait for the slower: 16
-    heads of 1374 keys take 37.1 us and 33.3 apart, 24 of 1370 keys 48.0 and 50.5 (``own_bound_h200.json``). With few
-    queries quantising is most of the work, and more programs share it apart: one query of 768 heads of 1370 keys takes 469 us
-    in one launch and 225 with portable kernels (``few_queries_h200.json``).
+    The times are of two launches that quantise, before :mod:`.sm90.quantize`, which saves 2 to 3 us. Where each processor has a
+    block of 128 queries at most, the one launch is sooner done if it is repeated: 25.7 against 26.8 us for 12 heads of 1370
+    keys. Its code quantises a whole head in registers, and grows with the row. Beside the other kernels of a DINOv2-B it takes
+    33.6 us, which costs the model 5 %: it then no longer seems to stay in the instruction caches. Up to one and a half blocks a
+    processor, programs of the one launch quantise one or two heads each and wait for the slower: 16 heads of 1374 keys take
+    37.1 us and 33.3 apart, 24 of 1370 keys 48.0 and 50.5 (``own_bound_h200.json``). With few queries quantising is most of the
+    work, and more programs share it apart: one query of 768 heads of 1370 keys takes 469 us in one launch and 225 with portable
+    kernels (``few_queries_h200.json``).
 
     Args:
         queries, keys, heads, head_dim, processors: as in :class:`Work`.
@@ -231,23 +233,23 @@ class Cluster(NamedTuple):
 CLUSTER_WARPS = 4
 """Warps of a block of :mod:`.sm90.quantize`."""
 _MOST_TILES = {4: 4, 8: 4, 16: 5}
-"""Tiles of a block, for which it has registers, by the blocks of a cluster."""
+"""Most tiles of a block, by the blocks of a cluster: five take all registers, so only the largest cluster has them."""
 
 
 def choose_cluster(tokens: int, channels: int) -> Cluster | None:
-    """Return the smallest cluster of :mod:`.sm90.quantize` that holds a head's keys in registers, or None.
+    """Return the smallest cluster of :mod:`.sm90.quantize` that holds a head's keys in registers, or None for two launches.
 
     Smaller clusters with more tiles have fewer ranges to read. Of 40 to 48 or 72 to 96 channels many lanes would idle: 64
-    heads of 4096 keys of 80 channels took 78 us, and two launches 74.
+    heads of 4096 keys of 80 channels took 78 us, and two launches 74. Clusters of one tile a block were not measured.
 
     Args:
         tokens: of a head.
         channels: of a head, more than 32.
     """
     width = triton.next_power_of_2(channels)
-    if 4 * channels <= 3 * width:
-        return None
     tile = 2048 * CLUSTER_WARPS // width
+    if channels % 8 or 4 * channels <= 3 * width or tokens <= min(_MOST_TILES) * tile:
+        return None
     found = (Cluster(blocks, triton.cdiv(tokens, blocks * tile)) for blocks in _MOST_TILES)
     return next((cluster for cluster in found if cluster.tiles <= _MOST_TILES[cluster.blocks]), None)
 

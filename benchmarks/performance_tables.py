@@ -654,7 +654,7 @@ def summary() -> list[str]:
         f"{packed_times(lambda of: one(col.HEAD_DIM)(of) == 64)}, windows of 64 patches "
         f"{packed_times(lambda of: max(lengths(of)) <= 64)}, longer sequences with 72 or 80 channels "
         f"{packed_times(lambda of: one(col.HEAD_DIM)(of) != 64 and max(lengths(of)) > 64)}.",
-        f"* **Whole models** that are slower (patched, both compiled): {', '.join(slower) or 'none'}.",
+        f"* **Whole models** that are slower (patched; patched and compiled): {', '.join(slower) or 'none'}.",
         eager_line(),
     ]
     cpus = []

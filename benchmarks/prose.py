@@ -518,7 +518,7 @@ SAID = (
         LIMITS, "take 1.4 times the time per score", "shapes_h200.json",
         lambda: [_per_score("64x16x729x72") / _per_score("64x12x785x64")],
     ),
-    Said(LIMITS, "1.4 times cuDNN's speed would need", DEFINED),
+    Said(LIMITS, "the aim, 1.4 times cuDNN's speed, leaves", DEFINED),
     Said(
         TABLES, "lie up to 5 % apart, on int8 up to 13 %", "bench_long_h200.json",
         lambda: [_quartiles(col.QFLASH), _quartiles(col.QFLASH_INT8)],

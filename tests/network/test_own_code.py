@@ -325,6 +325,31 @@ def test_outputs_of_other_shapes_are_named(name: str) -> None:
         qflash.quantize_model(model, [draw_images(16, 3, 32)], **options)
 
 
+class Flips(Encoder):
+    """Takes images and what they are in a mirror as one batch, and the mean of both outputs."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        both = super().forward(torch.cat([x, x.flip(3)]))
+        return (both[: x.shape[0]] + both[x.shape[0] :]) / 2
+
+
+OF_OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "images in a mirror": (Flips, "attention of block"),
+    "another order of images": (lambda: Encoder(pool=lambda x: x.flip(0).mean(1)), "mean of the model"),
+    "queries of the first": (
+        lambda: Encoder(lambda q, k, v: F.scaled_dot_product_attention(q[:1].expand_as(q), k, v)), "attention of block",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_what_takes_of_an_image_another_one_is_named(name: str) -> None:
+    make, what = OF_OTHERS[name]
+    options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False}
+    with pytest.raises(UnsupportedError, match=f"^{what} has no integer form: it takes of an image what is of another one$"):
+        qflash.quantize_model(make(), [draw_images(16, 3, 32)], **options)
+
+
 ROWS_OF_MEANS: dict[str, Map] = {
     "to length one": lambda x: F.normalize(x, dim=-1),
     "to length one, spelt out": lambda x: x / x.norm(dim=-1, keepdim=True),

@@ -27,7 +27,7 @@ from ...torch_internals import tracing_alone
 from ..outputs import OutputsOf, Selected, bare, copy_of, names_of, parameters_of, select_outputs
 from . import attention, einsum, elements, moves, norms, products, texts
 from .captured import Captured, output_of
-from .operations import BATCH, UnsupportedError, View, begins_with_batch, place_of_rows
+from .operations import BATCH, Operation, UnsupportedError, View, are_apart, begins_with_batch, place_of_rows
 from .tracer import ARGUMENTS, Handler, Tracer, is_computed
 from .unread import used_operations
 
@@ -128,9 +128,12 @@ def capture(
             raise UnsupportedError(
                 f"output {name!r} must have the batch first, has shape ({re.sub(r's[0-9]+', 'batch', sizes)})"
             )
+    operations = used_operations(tracer.operations, found)
+    if not refusals:
+        _require_images_apart(operations)
     return Captured(
         module,
-        used_operations(tracer.operations, found),
+        operations,
         [output_of(name, x, nodes[name], list(nodes).index(name)) for name, x in zip(names, found, strict=True)],
         select,
         _places(tracer, images.shape[1]) if padded else {},
@@ -198,6 +201,18 @@ def _without(nodes: Sequence[fx.Node], last: fx.Node, names: Sequence[str]) -> s
     returned: Any = last.args[0]
     others = [name for name, x in zip(names, returned, strict=True) if x in computed and x not in needing]
     return f"; outputs={others} leaves it out" if others else ""
+
+
+def _require_images_apart(operations: Sequence[Operation]) -> None:
+    """Require operations that take of each image what was computed of it.
+
+    Raises:
+        UnsupportedError: one takes of an image what was computed of another.
+    """
+    for each in operations:
+        if not all(map(are_apart, each.inputs)):
+            name = each.name or "the model"
+            raise UnsupportedError(f"{each.kind} of {name} has no integer form: it takes of an image what is of another one")
 
 
 def _places(tracer: Tracer, tokens: int) -> dict[fx.Node, torch.Tensor]:

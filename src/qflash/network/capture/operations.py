@@ -261,13 +261,19 @@ def whole(operation: Operation) -> View:
     return View(operation, (BATCH, operation.rows // BATCH, operation.channels))
 
 
+def are_apart(view: View) -> bool:
+    """Tell whether the first half of a view is of the first image, and the second of the second."""
+    if view.shape[0] % BATCH or view.source.rows % BATCH:
+        return False
+    if view.index is None:
+        return True
+    image = view.index.reshape(BATCH, -1) // (view.source.rows // BATCH * view.source.channels)
+    return bool(((image == counted(BATCH)[:, None]) | (view.index.reshape(BATCH, -1) < 0)).all())
+
+
 def begins_with_batch(view: View) -> bool:
     """Tell whether a view's first dimension is that of images."""
-    if view.shape[:1] != (BATCH,) or view.source.rows % BATCH:
-        return False
-    places = view.places().reshape(BATCH, -1)
-    image = places // (view.source.rows // BATCH * view.source.channels)
-    return bool(((image == counted(BATCH)[:, None]) | (places < 0)).all())
+    return view.shape[:1] == (BATCH,) and are_apart(view)
 
 
 def place_of_rows(operation: Operation, tokens: int) -> torch.Tensor | None:

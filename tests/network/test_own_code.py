@@ -633,6 +633,33 @@ def test_scores_times_no_number_above_0_are_refused(name: str) -> None:
         qflash.quantize_model(Encoder(SCALES[name]), [draw_images(8, 3, 32)], **options)
 
 
+def masked(number: float) -> Attend:
+    """Return attention where one query has a number added to all its scores, and another one to some."""
+    mask = torch.zeros(16, 16)
+    mask[3] = mask[5, 4:] = number
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+@pytest.mark.parametrize("number", [-math.inf, -1e9])
+def test_queries_without_a_key_are_refused(number: float) -> None:
+    """What they give is 0, or a mean over all keys since float32 loses the scores."""
+    options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False, "min_sqnr": None}
+    with pytest.raises(
+        UnsupportedError, match=r"attention of block has no integer form: its mask hides all keys from a query$"
+    ):
+        qflash.quantize_model(Encoder(masked(number)), [draw_images(8, 3, 32)], **options)
+
+
+@pytest.mark.parametrize("number", [-1e4, torch.finfo(torch.float32).min])
+def test_queries_to_whose_scores_a_number_is_added(number: float) -> None:
+    """Beside -10000 float32 shows the scores, and the least number makes means of integers, too."""
+    model = Encoder(masked(number), pool=lambda x: x[:, 3])
+    model.head = nn.Identity()  # type: ignore[assignment]
+    options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False}
+    network = qflash.quantize_model(model, [draw_images(16, 3, 32)], **options)
+    assert network.quality is not None and network.quality.sqnr_db > 25
+
+
 def test_scores_of_batches_times_heads_and_weights_of_both() -> None:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT) * SCALE

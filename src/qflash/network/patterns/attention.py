@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from ...specification.fixed_point import LEAST_EVEN_MAXIMUM
 from ...specification.quantization import bias_to_fixed
 from .. import conversion as cv
 from ..capture.operations import BATCH, Operation, counted, whole
@@ -20,6 +21,9 @@ from .heads import Part, add_heads, part_of
 from .inputs import take
 from .layers import fill_layer, scaled
 from .rows import Rows, are_same, refusal, rows_of
+
+_LOST = -(2.0**20)
+"""Scores that have less than this added are lost in float32's rounding."""
 
 
 def lower_attention(net: Builder, operation: Operation) -> None:
@@ -38,6 +42,8 @@ def lower_attention(net: Builder, operation: Operation) -> None:
         raise refusal(operation, f"its scores are multiplied by {min(factors):g}, and not by a number above 0")
     if operation.is_causal and mask is not None:
         raise refusal(operation, "it is causal and has a bias")
+    if mask is not None and _hides_all_keys(mask):
+        raise refusal(operation, "its mask hides all keys from a query")
     shape = None if mask is None else (mask.shape[0], heads, queries, tokens)
     window = tokens if batch > BATCH else 0
     module = Attention(
@@ -81,6 +87,16 @@ def lower_attention(net: Builder, operation: Operation) -> None:
             fill_stream(ranges)
         if mask is not None and module.bias is not None:
             module.bias.copy_(bias_to_fixed(mask.to(torch.float32).expand(module.bias.shape)))
+
+
+def _hides_all_keys(mask: torch.Tensor) -> bool:
+    """Tell whether a mask, as of :class:`.operations.Operation`, leaves a query no key.
+
+    Its output in the float network is 0, or a mean over all keys where they are hidden by a number beside which float32 does
+    not show the scores. Rows of the least number of a type are such a mean in integers, too.
+    """
+    most = mask.amax(dim=-1)
+    return bool(((most < _LOST) & ((most > -LEAST_EVEN_MAXIMUM) | most.isneginf())).any())
 
 
 def _parts_of(net: Builder, operation: Operation) -> tuple[list[Part], Rows, fx.Node]:

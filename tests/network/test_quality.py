@@ -165,8 +165,19 @@ def test_a_network_that_answers_the_same_is_warned_of() -> None:
     torch.manual_seed(0)
     options = {"img_size": 28, "patch_size": 14, "embed_dim": 48, "depth": 2, "num_heads": 2, "num_classes": 0}
     model = timm.models.vision_transformer.VisionTransformer(init_values=1e-6, **options).eval()
-    with pytest.warns(UserWarning, match="gives all 8 calibration images the same output"):
+    with pytest.warns(UserWarning, match="does not tell the 8 calibration images apart: their outputs differ by less than"):
         quantise(model, [torch.randint(0, 256, (16, 3, 28, 28), dtype=torch.uint8)], mean=(0.5,) * 3, std=(0.5,) * 3)
+
+
+def test_a_network_whose_error_hides_the_images_is_warned_of() -> None:
+    """A bias makes an SQNR that says nothing of them: activations differ by less than GELU's unit."""
+    model = build("vit")
+    with torch.no_grad():
+        for block in model.blocks:
+            block.mlp.fc1.weight *= 1e-3
+            block.mlp.fc2.weight *= 1e3
+    with pytest.warns(UserWarning, match=r"does not tell the 8 calibration images apart: .*, [3-9]\d\.\d dB$"):
+        quantise(model, [draw(model, 16)])
 
 
 @pytest.mark.parametrize(

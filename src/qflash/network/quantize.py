@@ -428,7 +428,7 @@ def quantize_model(
             with ``interpolate_pos_encoding`` (transformers) or ``set_input_size`` (timm).
         progress: show a bar.
         min_sqnr: least signal-to-quantisation-noise ratio of the output in dB, at each size; None accepts any. Below 20 dB
-            there is a UserWarning in any case, and where the integer network gives all images the same output.
+            there is a UserWarning in any case, and where outputs differ from image to image by less than their error.
 
     Raises:
         TypeError: of the model, of ``calibration_batches`` or a batch, or of images that are not uint8.

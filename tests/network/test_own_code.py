@@ -325,6 +325,18 @@ def test_outputs_of_other_shapes_are_named(name: str) -> None:
         qflash.quantize_model(model, [draw_images(16, 3, 32)], **options)
 
 
+def test_an_output_without_channels_is_named() -> None:
+    class Number(Encoder):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x).squeeze(-1)
+
+    model = Number()
+    model.head = nn.Linear(48, 1)
+    options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False}
+    with pytest.raises(UnsupportedError, match=r"^output 'output' must have shape \(batch, channels\), has \(batch\)$"):
+        qflash.quantize_model(model.eval(), [draw_images(16, 3, 32)], **options)
+
+
 class Flips(Encoder):
     """Takes images and what they are in a mirror as one batch, and the mean of both outputs."""
 

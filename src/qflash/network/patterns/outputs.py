@@ -145,7 +145,10 @@ def _taken_of_mean(net: Builder, operation: Operation) -> tuple[Matrix | None, f
 
 def lower_output(net: Builder, output: Output) -> str:
     """Return the node that makes an output."""
-    node, shape = _made(net, output), output.view.shape
+    shape = output.view.shape
+    if len(shape) == 1:
+        raise UnsupportedError(f"output {output.name!r} must have shape (batch, channels), has (batch)")
+    node = _made(net, output)
     if node in net.flat and len(shape) != 2:
         shown = ", ".join(map(str, shape[1:]))
         raise UnsupportedError(f"output {output.name!r} must have shape (batch, channels), has (batch, {shown}) of one row")

@@ -196,3 +196,23 @@ def test_places_behind_a_normalisation_are_refused_by_name() -> None:
     ids = torch.randint(0, 50, (4, 8), generator=torch.Generator().manual_seed(0))
     with pytest.raises(ValueError, match=r"norm of norm has no .*, and it does not take patches of the image$"):
         qflash.quantize_model(LatePlaces().eval(), [ids], progress=False)
+
+
+class Segments(nn.Module):
+    """Adds places, and the one segment, whose ids are zeros of the same type as those of words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.places, self.segments = nn.Embedding(50, 32), nn.Embedding(8, 32), nn.Embedding(2, 32)
+        self.norm, self.block = nn.LayerNorm(32), nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        x = self.words(input_ids) + self.places(places) + self.segments(torch.zeros_like(input_ids))
+        return self.block(self.norm(x))
+
+
+def test_segments_that_are_zeros_like_ids() -> None:
+    ids = torch.randint(0, 50, (24, 8), generator=torch.Generator().manual_seed(0))
+    assert qflash.quantize_model(Segments().eval(), [ids], progress=False).quality.sqnr_db > 25

@@ -63,6 +63,8 @@ def move(trace: Tracer, x: Any, *args: Any, in_order: bool = False, **kwargs: An
         return x
     if target.overloadpacket in _LIKE and isinstance(args[0], Symbol):
         args = (on_meta(args[0].shape),)
+        if not is_computed(x):
+            return target(x, *args)
     if not isinstance(x, (View, Scores)) or is_computed(args):
         raise RefusedError(f"{target} that depends on what is computed")
     if isinstance(x, Scores):

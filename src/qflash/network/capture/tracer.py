@@ -167,7 +167,7 @@ class Tracer(fx.Interpreter):
         if isinstance(args[0], Symbol) and args[0].takers is not None and packet not in args[0].takers:
             raise self.refusal(f"{packet} of the place of a token")
         if packet in _OF_SHAPE:
-            like = torch.empty(args[0].shape, dtype=torch.float32, device="cpu")
+            like = torch.empty(args[0].shape, dtype=self.node.meta["val"].dtype, device="cpu")
             kwargs = {name: x for name, x in kwargs.items() if name not in ("device", "pin_memory")}
             return target(like, *args[1:], **kwargs)
         if packet not in self.handlers:

@@ -337,6 +337,17 @@ def test_an_output_without_channels_is_named() -> None:
         qflash.quantize_model(model.eval(), [draw_images(16, 3, 32)], **options)
 
 
+def test_stacked_outputs_are_told_how() -> None:
+    class Stacked(Encoder):
+        def forward(self, x: torch.Tensor) -> Any:
+            rows = self.patches(x).flatten(2).mT + self.places
+            return torch.stack([self.head(self.norm(each)[:, 0]) for each in (rows, self.block(rows))], 1)
+
+    options: dict[str, Any] = {"mean": [0.5] * 3, "std": [0.3] * 3, "progress": False}
+    with pytest.raises(UnsupportedError, match=r"^output 'output' is several tensors, stacked; outputs can return them one by"):
+        qflash.quantize_model(Stacked(), [draw_images(16, 3, 32)], **options)
+
+
 class Flips(Encoder):
     """Takes images and what they are in a mirror as one batch, and the mean of both outputs."""
 

@@ -116,8 +116,11 @@ def capture(
         refusals[:] = [f"{text}{advice}" for text in refusals]
     for name, each in zip(names, found, strict=True):
         if not isinstance(each, View):
-            is_step = is_computed(each)
-            why = "is a step on the way to attention or a normalisation" if is_step else "does not depend on the images"
+            why = (
+                "is a step on the way to attention or a normalisation" if is_computed(each) else "does not depend on the images"
+            )
+            if isinstance(each, moves.Stacked):
+                why = "is several tensors, stacked; outputs can return them one by one"
             others = [other for other, x in zip(names, found, strict=True) if isinstance(x, View)]
             raise UnsupportedError(f"output {name!r} {why}" + f"; outputs={others} leaves it out" * bool(others))
         if each.source.kind == "images":

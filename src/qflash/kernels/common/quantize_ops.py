@@ -156,6 +156,42 @@ def least_to_scale(least):
 
 
 @triton.jit
+def value_scale(most, CENTER: tl.constexpr):
+    """Scales of values from their largest magnitudes, or with CENTER from the least scales that their ranges need."""
+    if CENTER:
+        scale = least_to_scale(most)
+    else:
+        scale = amplitude_to_scale(most)
+    return scale
+
+
+@triton.jit
+def key_magnitudes(low, high, inside, CENTER: tl.constexpr):
+    """(midranges, magnitudes) of keys' channels from their ranges; with CENTER magnitudes are of keys less midranges.
+
+    Both are 0 for channels that are not ``inside``.
+    """
+    middle = tl.where(inside, low * 0.5 + high * 0.5, 0.0)
+    if CENTER:
+        low -= middle
+        high -= middle
+    return middle, tl.where(inside, tl.maximum(magnitude(low), magnitude(high)), 0.0)
+
+
+@triton.jit
+def value_magnitudes(low, high, inside, CENTER: tl.constexpr):
+    """(midranges, what :func:`value_scale` takes) of values' channels from their ranges; without CENTER any midranges.
+
+    Channels that are not ``inside`` count as zeros.
+    """
+    if CENTER:
+        middle, most = centered_scale(tl.where(inside, low, 0.0), tl.where(inside, high, 0.0))
+    else:
+        middle, most = low, tl.where(inside, tl.maximum(magnitude(low), magnitude(high)), 0.0)
+    return middle, most
+
+
+@triton.jit
 def zero_point(middle, inverse, GUARD: tl.constexpr):
     """The midrange in whole steps, float32."""
     if GUARD:

@@ -47,8 +47,6 @@ from ..common.quantize_ops import (
     MAX_F16,
     MIN_BF16,
     MIN_F16,
-    amplitude_to_scale,
-    least_to_scale,
     nan_max,
     nan_min,
 )
@@ -586,16 +584,6 @@ def score_scales(key_bits, head_bits, constant_mantissa, constant_exponent, RECI
         MASK: gl.constexpr = RECIPE.MASK  # Triton 3.6 takes no attribute that is a string as an argument
         row = row_factors(head_bits, units, MASK, RECIPE.MOST, RECIPE.MOST_BITS)
     return usable, row, units
-
-
-@gluon.jit
-def value_scale(most, CENTER: gl.constexpr):
-    """Scales of values from their largest magnitudes, or with CENTER from the least scales that their ranges need."""
-    if CENTER:
-        scale = least_to_scale(most)
-    else:
-        scale = amplitude_to_scale(most)
-    return scale
 
 
 @gluon.jit

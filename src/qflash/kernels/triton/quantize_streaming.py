@@ -26,17 +26,17 @@ from ...specification.attention_call import Lengths
 from ...specification.recipe import Recipe
 from ..common.quantize_ops import (
     amplitude_to_scale,
-    centered_scale,
     chunk_tokens,
     higher,
     highest,
     inverse_scale,
-    least_to_scale,
+    key_magnitudes,
     lower,
     lowest,
-    magnitude,
     round_centered,
     round_to_int8,
+    value_magnitudes,
+    value_scale,
     zero_point,
 )
 from ..common.tile_ops import interleave, inverse_key_order, packed_sequence, packed_start, row_of_channel
@@ -225,11 +225,7 @@ def _queries(
 @triton.jit
 def _key_scale(low, high, d, channels, CENTER: tl.constexpr):
     """(midrange per channel (BLOCK_D,), scale of the head (1, 1)), from the ranges of its channels."""
-    middle = tl.where(d < channels, low * 0.5 + high * 0.5, 0.0)
-    if CENTER:
-        low -= middle
-        high -= middle
-    amplitude = tl.where(d < channels, tl.maximum(magnitude(low), magnitude(high)), 0.0)
+    middle, amplitude = key_magnitudes(low, high, d < channels, CENTER)
     return middle, tl.zeros((1, 1), tl.float32) + amplitude_to_scale(tl.zeros((1,), tl.float32) + tl.max(amplitude, 0))[None, :]
 
 
@@ -297,18 +293,6 @@ def _load_values(
 
 
 @triton.jit
-def _value_scale(low, high, d, channels, CENTER: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(midranges, scales), each (1, BLOCK_D), of a head's value channels, from their ranges; without CENTER midranges are 0."""
-    if CENTER:
-        middle, least = centered_scale(tl.where(d < channels, low, 0.0), tl.where(d < channels, high, 0.0))
-        scale = least_to_scale(least)
-    else:
-        scale = amplitude_to_scale(tl.where(d < channels, tl.maximum(magnitude(low), magnitude(high)), 0.0))
-        middle = tl.zeros((BLOCK_D,), tl.float32)
-    return middle[None, :], scale[None, :]
-
-
-@triton.jit
 def _int8_values(x, n, tokens, inverse, zero, CENTER: tl.constexpr, GUARD: tl.constexpr):
     """Rows ``n`` of values as int8, 0 past the last token."""
     if CENTER:
@@ -353,7 +337,8 @@ def _values(
     low, high = _whole_range(
         low_ptr, high_ptr, row, ranges, base, stride_n, stride_d, tokens, channels, FORM.RANGES, BLOCK_N, BLOCK_D, GUARD
     )
-    middle, scale = _value_scale(low, high, d, channels, FORM.CENTER_VALUE, BLOCK_D)
+    middle, most = value_magnitudes(low, high, d < channels, FORM.CENTER_VALUE)
+    middle, scale = middle[None, :], value_scale(most, FORM.CENTER_VALUE)[None, :]
     first = (d[None, :] < channels) & (begin + tl.zeros((1, 1), tl.int32) == 0)
     tl.store(scale_ptr + d[None, :], scale, mask=first)
     inverse = inverse_scale(scale, GUARD)

@@ -24,9 +24,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ...common.fixed_point import inverse_of_count, twice_mean
-from ...common.quantize_ops import amplitude_to_scale, higher, inverse_scale, lower
+from ...common.quantize_ops import amplitude_to_scale, higher, inverse_scale, lower, value_scale
 from ...common.tile_ops import inverse_key_order, packed_sequence
-from ..ptx_ops import as_float32, int8_values, round_to_int8, score_scales, to_shared, value_scale, zero_point
+from ..ptx_ops import as_float32, int8_values, round_to_int8, score_scales, to_shared, zero_point
 from ..releases import barrier
 from .layouts import (
     channel_spans,

@@ -20,14 +20,15 @@ from triton.experimental.gluon import language as gl
 
 from ...common.quantize_ops import (
     amplitude_to_scale,
-    centered_scale,
     higher,
     inverse_scale,
+    key_magnitudes,
     lower,
-    magnitude,
+    value_magnitudes,
+    value_scale,
 )
 from ...common.tile_ops import inverse_key_order, row_of_channel
-from ..ptx_ops import as_float32, int32_values, numbers_of, rounded_product, value_scale, word_ranges, words_of, zero_point
+from ..ptx_ops import as_float32, int32_values, numbers_of, rounded_product, word_ranges, words_of, zero_point
 
 # after it every block sees what all have written; run once a thread
 CLUSTER_BARRIER = gl.constexpr("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; mov.b32 $0, $1;")
@@ -140,11 +141,8 @@ def _keys(
     low, high = _ranges(parts, low_ptr, high_ptr, BLOCKS, D, WARPS)
     N: gl.constexpr = low.type.layout
     inside = _blocks_and_channels(BLOCKS, D, N)[1] < channels
-    middle = gl.where(inside, low * 0.5 + high * 0.5, 0.0)
-    if CENTER:
-        low, high = low - middle, high - middle
-    amplitude = gl.max(gl.where(inside, gl.maximum(magnitude(low), magnitude(high)), 0.0), 1)
-    scale = amplitude_to_scale(amplitude)
+    middle, amplitude = key_magnitudes(low, high, inside, CENTER)
+    scale = amplitude_to_scale(gl.max(amplitude, 1))
     of_block = gl.arange(0, BLOCKS, layout=scale.type.layout)
     gl.store(scale_ptr + 0 * of_block, scale, mask=of_block == 0)
     inverse = _beside_tile(inverse_scale(scale, False)[:, None] + gl.full(low.shape, 0.0, gl.float32, N), L)
@@ -178,10 +176,7 @@ def _values(
     of_block, of_channel = _blocks_and_channels(BLOCKS, D, N)
     inside = of_channel < channels
     written = inside & (of_block == 0)
-    if CENTER:
-        middle, most = centered_scale(gl.where(inside, low, 0.0), gl.where(inside, high, 0.0))
-    else:
-        most = gl.where(inside, gl.maximum(magnitude(low), magnitude(high)), 0.0)
+    middle, most = value_magnitudes(low, high, inside, CENTER)
     scale = value_scale(most, CENTER)
     gl.store(scale_ptr + (of_channel + 0 * of_block), scale, mask=written)
     inverse = inverse_scale(scale, False)

@@ -35,6 +35,7 @@ from ...common.quantize_ops import (
     inverse_scale,
     lower,
     nan_max,
+    value_scale,
 )
 from ...common.tile_ops import inverse_key_order, key_order
 from ..ptx_ops import (
@@ -48,7 +49,6 @@ from ..ptx_ops import (
     numbers_of,
     round_to_int8,
     to_shared,
-    value_scale,
     word_maxima,
     word_ranges,
     words_of,

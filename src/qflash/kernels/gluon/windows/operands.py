@@ -27,6 +27,7 @@ from ...common.quantize_ops import (
     inverse_scale,
     lower,
     nan_max,
+    value_scale,
 )
 from ...common.tile_ops import key_order
 from ..ptx_ops import (
@@ -38,7 +39,6 @@ from ..ptx_ops import (
     lower_words,
     round_to_int8,
     to_shared,
-    value_scale,
     word_maxima,
     word_ranges,
     zero_point,

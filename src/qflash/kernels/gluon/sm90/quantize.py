@@ -70,7 +70,7 @@ def combined_layout(warps, blocks):
 
 @gluon.jit
 def _blocks_and_channels(BLOCKS: gl.constexpr, D: gl.constexpr, L: gl.constexpr):
-    """(block (BLOCKS, 1), channel (1, D)) of numbers in layout ``L``."""
+    """(block (BLOCKS, 1), channel or word of channels (1, D)) of numbers in layout ``L``."""
     return gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, L))[:, None], gl.arange(0, D, layout=gl.SliceLayout(0, L))[None, :]
 
 
@@ -80,6 +80,12 @@ def _places(BLOCKS: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, L: gl.con
     block = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
     return block, row, gl.arange(0, D, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+
+
+@gluon.jit
+def _load(base, stride_n, n, tokens, d, channels):
+    """Tokens ``n`` of a head; past the last one that is repeated, past its channels are zeros."""
+    return gl.load(base + (gl.minimum(n, tokens - 1) * stride_n + d), mask=d < channels, other=0.0)
 
 
 @gluon.jit
@@ -103,9 +109,8 @@ def _ranges(parts, low_ptr, high_ptr, BLOCKS: gl.constexpr, D: gl.constexpr, WAR
         low, high = lower(low, parts[i], False), higher(high, parts[i], False)
     low, high = word_ranges(words_of(low), words_of(high), 1, DTYPE)
     WORDS: gl.constexpr = low.shape[1]
-    block = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, low.type.layout))[:, None]
-    word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, low.type.layout))[None, :]
-    low_ptr, high_ptr = low_ptr.to(gl.pointer_type(low.dtype)), high_ptr.to(gl.pointer_type(low.dtype))
+    W: gl.constexpr = low.type.layout
+    block, word = _blocks_and_channels(BLOCKS, WORDS, W)
     gl.store(low_ptr + (word * BLOCKS + block), low)
     gl.store(high_ptr + (word * BLOCKS + block), high)
     _wait_for_cluster(BLOCKS, WARPS, L)
@@ -136,8 +141,7 @@ def _keys(
     first = block * (4 * TILES * ROWS) + r
     parts = ()
     for i in gl.static_range(4 * TILES):
-        n = gl.minimum(first + i * ROWS, tokens - 1)
-        parts = parts + (gl.load(base + (n * stride_n + d), mask=d < channels, other=0.0),)
+        parts = parts + (_load(base, stride_n, first + i * ROWS, tokens, d, channels),)
     low, high = _ranges(parts, low_ptr, high_ptr, BLOCKS, D, WARPS)
     N: gl.constexpr = low.type.layout
     inside = _blocks_and_channels(BLOCKS, D, N)[1] < channels
@@ -169,8 +173,7 @@ def _values(
     first = block * (4 * TILES * ROWS) + inverse_key_order(4 * r)
     parts = ()
     for i in gl.static_range(4 * TILES):
-        n = gl.minimum(first + (i // 4 * 4 * ROWS + _key_of_byte(i % 4)), tokens - 1)
-        parts = parts + (gl.load(base + (n * stride_n + d), mask=d < channels, other=0.0),)
+        parts = parts + (_load(base, stride_n, first + (i // 4 * 4 * ROWS + _key_of_byte(i % 4)), tokens, d, channels),)
     low, high = _ranges(parts, low_ptr, high_ptr, BLOCKS, D, WARPS)
     N: gl.constexpr = low.type.layout
     of_block, of_channel = _blocks_and_channels(BLOCKS, D, N)

@@ -77,8 +77,8 @@ class KernelRequest:
         recipe = self.call.recipe
         if not self.fused:
             return None
-        if self.wide_offsets:
-            return "elements of an image lie further apart than 32-bit offsets reach"
+        if self.too_wide:
+            return self.too_wide
         finds = (
             recipe.query_granularity in ("head", "token")
             and recipe.key_granularity == "head"
@@ -94,6 +94,11 @@ class KernelRequest:
         call, scales = self.call, self.call.scales
         given = () if scales is None else (scales.query, scales.key)
         return needs_wide_offsets(call.query, call.key, call.value, self.out, call.mask, *given)
+
+    @property
+    def too_wide(self) -> str | None:
+        """Why kernels with 32-bit offsets do not take the call, or None."""
+        return "elements of an image lie further apart than 32-bit offsets reach" if self.wide_offsets else None
 
     @property
     def has_channel_values(self) -> bool:

@@ -68,9 +68,7 @@ def resident_refusal(request: KernelRequest, tiles: Tiles) -> str | None:
         return "one or two tiles do not hold a row"
     if request.fused and (not is_short(request.shape) or widest * triton.next_power_of_2(call.keys) > 64 * SHORT_ROW):
         return "it quantises up to 256 keys of up to 64 channels, and fewer of more"
-    if request.wide_offsets:
-        return "elements of an image lie further apart than 32-bit offsets reach"
-    return request.unquantisable
+    return request.too_wide or request.unquantisable
 
 
 def resident_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch]:

@@ -58,14 +58,12 @@ def refusal(request: KernelRequest, tiles: Tiles) -> str | None:
     call = request.call
     if request.guard:
         return "Triton's interpreter has no Gluon"
-    if reason := misfit(request.shape, request.capability) or request.unquantisable:
+    if reason := misfit(request.shape, request.capability) or request.too_wide or request.unquantisable:
         return reason
     if call.mask_kind not in ("none", "bias") or call.is_causal or call.has_token_keys:
         return "it takes a bias but no other mask, and one key scale a head"
     if tiles.family != WINDOWS:
         return f"the tiles are for {tiles.family}"
-    if request.wide_offsets:
-        return "elements of an image lie further apart than 32-bit offsets reach"
     fits = all(x is None or side_by_side(x) for x in (call.query, call.key, call.value, request.out))
     return None if fits else "channels must be neighbours, and rows begin at multiples of 16 bytes"
 

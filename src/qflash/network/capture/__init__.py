@@ -116,11 +116,12 @@ def capture(
         refusals[:] = [f"{text}{advice}" for text in refusals]
     for name, each in zip(names, found, strict=True):
         if not isinstance(each, View):
-            why = (
-                "is a step on the way to attention or a normalisation" if is_computed(each) else "does not depend on the images"
-            )
             if isinstance(each, moves.Stacked):
                 why = "is several tensors, stacked; outputs can return them one by one"
+            elif is_computed(each):
+                why = "is a step on the way to attention or a normalisation"
+            else:
+                why = "does not depend on the images"
             others = [other for other, x in zip(names, found, strict=True) if isinstance(x, View)]
             raise UnsupportedError(f"output {name!r} {why}" + f"; outputs={others} leaves it out" * bool(others))
         if each.source.kind == "images":

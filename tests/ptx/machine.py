@@ -132,7 +132,7 @@ class Warp:
         self.queues: dict[str, list[list[Callable[[], None]]]] = {"wgmma": [[]], "cp": [[]]}
 
     def run(self) -> Iterator[str]:
-        """Run to the end, stopping at barriers (``"barrier"``), and wherever others have to come first (``"spin"``)."""
+        """Run to the end, stopping at every barrier (``"barrier"``) and wherever others have to come first (``"spin"``)."""
         steps = self.program.kernel.steps
         while self.at < len(steps):
             here = self.at
@@ -238,7 +238,7 @@ class Program:
                     idle = 0
                 if state == "end":
                     del running[warp]
-            if all(warp.barrier is not None and warp.barrier[0] == CLUSTER for warp in running) and running:
+            if running and all(warp.barrier is not None and warp.barrier[0] == CLUSTER for warp in running):
                 yield
             if self._open(running, self.kernel.threads):
                 idle = 0

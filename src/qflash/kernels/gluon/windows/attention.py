@@ -43,13 +43,12 @@ from ...common.quantize_ops import (
     BIAS_UNIT,
     MOST_BIAS_MAXIMUM,
     amplitude_to_scale,
-    bias_base,
-    bias_to_fixed,
     higher,
     inverse_scale,
     nan_max,
 )
-from ...common.tile_ops import BIAS_EVEN, BIAS_LIMIT, BIAS_MASKED, BIAS_POISON, MASKED, POISON, _high_bytes, probability_words
+from ...common.tile_ops import BIAS_MASKED, BIAS_POISON, POISON, _high_bytes, probability_words
+from ..bias_ops import add_any_bias, fixed_with_marks, scaled_scores
 from ..ptx_ops import (
     as_float32,
     beside_channels,
@@ -333,7 +332,7 @@ def _all_fixed(bias):
             high = gl.maximum(high, _highest(bias[i]))
         fixed = ()
         for i in gl.static_range(len(bias)):
-            fixed = fixed + (_fixed_with_marks(bias[i], high),)
+            fixed = fixed + (fixed_with_marks(bias[i], high),)
         bias = fixed
     return bias
 
@@ -344,18 +343,6 @@ def _highest(bias):
     return gl.convert_layout(
         gl.max(bias, 1), gl.SliceLayout(1, score_layout(bias.shape[0], 8)), assert_trivial=True
     )  # fmt: skip
-
-
-@gluon.jit
-def _fixed_with_marks(bias, row_max):
-    """A tile of a float bias in 1/65536 octaves, with marks; ``row_max`` is the largest bias of each row."""
-    L: gl.constexpr = bias.type.layout
-    row_max = beside_rows(row_max, L)
-    base, even = bias_base(row_max)
-    fixed = bias_to_fixed(bias - base, False)
-    fixed = gl.where(even, gl.where(bias == row_max, BIAS_EVEN, BIAS_MASKED), fixed)
-    fixed = gl.where(bias == float("-inf"), BIAS_MASKED, fixed)
-    return gl.where(bias < float("inf"), fixed, BIAS_POISON)
 
 
 @gluon.jit
@@ -436,23 +423,6 @@ def _no_flags():
     """Zeros in the form of :func:`_eight_rows`."""
     ROWS: gl.constexpr = 8 if gl.num_warps() == 1 else 16 * gl.num_warps()
     return gl.zeros((ROWS, 8), gl.int32, score_layout(ROWS, 8))
-
-
-@gluon.jit
-def _scaled(s, scale):
-    """Scores in octaves, the unit of the bias, with 16 fraction bits unless a score unit is too large for that."""
-    L: gl.constexpr = s.type.layout
-    multiplier, drop = scale
-    return (s * beside_rows(multiplier, L)) >> beside_rows(drop, L)
-
-
-@gluon.jit
-def _add_any_bias(s, bias, fraction_bits):
-    """Scores of :func:`_scaled` plus a bias with marks, as in :func:`.common.tile_ops.scores`."""
-    L: gl.constexpr = s.type.layout
-    z = s + (bias >> (16 - beside_rows(fraction_bits, L)))
-    z = gl.where(bias > BIAS_LIMIT, bias, z)
-    return gl.where(bias == BIAS_MASKED, MASKED, z)
 
 
 @gluon.jit
@@ -540,7 +510,7 @@ def _attend(
         if CAREFUL:
             b, bits = _all_fixed(b), both_rows(fraction_bits, ROWS)
             for i in gl.static_range(len(k)):
-                z = z + (_add_any_bias(_scaled(s[i], scale), b[i], bits),)
+                z = z + (add_any_bias(scaled_scores(s[i], scale), b[i], bits),)
             row_max = _row_max(z, ONE)
             flags = _no_flags()
             largest = both_rows(row_max, ROWS)
@@ -548,7 +518,7 @@ def _attend(
                 p = p + (_exponentiate(z[i], largest, scale[0], bits, RECIPE.OFFSET),)
         else:
             for i in gl.static_range(len(k)):
-                z = z + (_scaled(s[i], scale) + _fixed(b[i]),)
+                z = z + (scaled_scores(s[i], scale) + _fixed(b[i]),)
             row_max = _row_max(z, ONE)
             flags = _flags(b, row_max, drop, ROWS, STAGED)
             largest = both_rows(row_max, ROWS)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,6 +16,7 @@ from helpers import attention_launches, draw_scale, lay_out, same_bits
 from qflash import execution, plan_cache
 from qflash.kernels.families import Choice
 from qflash.kernels.gluon.sm90 import launch as sm90
+from qflash.kernels.launch_recorder import KernelLaunch
 from qflash.kernels.tiles import SM90_STREAMING, Tiles
 from qflash.kernels.triton.quantize_streaming import launch_quantize_long
 from qflash.specification import reference
@@ -128,6 +131,62 @@ def test_each_cluster_that_quantises_has_the_reference_bits(keys: int, head_dim:
     assert same_bits(got, execution.attention(q, k, v, None, False, 0.1, DEFAULT.key, "reference"))
 
 
+@contextlib.contextmanager
+def noted_kernels() -> Iterator[list[str]]:
+    """Note the names of the kernels that are launched meanwhile."""
+    names: list[str] = []
+    make = KernelLaunch.make
+
+    def noted(launch: KernelLaunch) -> None:
+        names.append(launch.kernel.__name__)
+        make(launch)
+
+    with mock.patch.object(KernelLaunch, "make", noted):
+        yield names
+
+
+def _draw_bias(chance: random.Random, size: tuple[int, ...], dtype: torch.dtype, draw: int) -> torch.Tensor:
+    """A bias, small, far from 0, with marks, or with hidden keys; its rows begin at multiples of eight elements, or not."""
+    generator = torch.Generator(CUDA).manual_seed(draw)
+    rows = torch.empty((*size[:-1], size[-1] + (-size[-1] % 8 or chance.choice((0, 1, 8)))), dtype=dtype, device=CUDA)
+    bias = rows.fill_(torch.nan)[..., : size[-1]]
+    bias.copy_(torch.randn(size, generator=generator, device=CUDA) * chance.choice((0.1, 3.0, 100.0)))
+    if draw == 1:
+        bias += chance.choice((-5000, -1500, 1500, 30000))
+    if draw == 2:
+        for number in (-torch.inf, torch.inf, torch.nan, torch.finfo(dtype).min, torch.finfo(dtype).max):
+            row, column = chance.randrange(size[2]), chance.randrange(size[3])
+            bias[-1, 0, row, column : column + chance.choice((1, 1, 200))] = number
+        bias[0, -1, 3 % size[2]] = -torch.inf
+    if draw == 3:
+        bias[..., chance.randrange(1, size[3]) :] = chance.choice((-torch.inf, torch.finfo(dtype).min))
+    return bias
+
+
+@pytest.mark.parametrize("geometry", range(40))
+def test_with_a_bias_it_has_the_reference_bits(geometry: int) -> None:
+    chance = random.Random(2000 + geometry)
+    query, key, value = sizes(chance, (40, 72, 80, 96))
+    keys = chance.choice((129, 196, 197, 256, 257, key[2], key[2], key[2]))
+    shapes = query, (*key[:2], keys, key[3]), (*value[:2], keys, value[3])
+    dtype, kind = (chance.choice((torch.float16, torch.bfloat16)) for _ in range(2))
+    recipe = DEFAULT.replace(smooth_value=chance.random() < 0.5)
+    batch, heads, queries, _ = shapes[0]
+    bias_shape = chance.choice((1, batch)), chance.choice((1, heads)), chance.choice((1, queries, queries)), shapes[1][2]
+    for draw, amplitude in enumerate((1.0, 1.0, 1.0, 0.1, 300.0)):
+        generator = torch.Generator(CUDA).manual_seed(100 * geometry + draw)
+        floats = [(torch.randn(size, generator=generator, device=CUDA) * amplitude).to(dtype) for size in shapes]
+        q, k, v = (lay_out(x, chance.choice(PLAIN)) for x in floats)
+        bias = _draw_bias(chance, bias_shape, kind, draw)
+        plan_cache._plans.clear()
+        with noted_kernels() as names:
+            got = qflash.attention(q, k, v, bias, enable_gqa=True, recipe=recipe)
+        assert names[-1] == "long_hopper_kernel", shapes
+        expected = execution.attention(q, k, v, bias, False, shapes[0][3] ** -0.5, recipe.key, "reference")
+        assert same_bits(got, expected), (shapes, bias_shape, dtype, kind, draw)
+        assert same_bits(qflash.attention(q, k, v, bias, enable_gqa=True, recipe=recipe), expected), "the second call"
+
+
 def test_what_it_does_not_take_goes_elsewhere() -> None:
     one = torch.ones(1, 1, 1, 1, device=CUDA)
     x = torch.ones(2, 2, 300, 64, device=CUDA, dtype=torch.int8)
@@ -157,3 +216,16 @@ def test_what_it_does_not_take_goes_elsewhere() -> None:
         kernel(x, recipe=qflash.ACCURATE),
     )
     assert set(others) == {"long_kernel"}
+
+    def of_bias(bias: torch.Tensor) -> str:
+        floats = x.half()
+        with noted_kernels() as names:
+            qflash.attention(floats, floats, floats, bias)
+        return names[-1]
+
+    bias = torch.zeros(2, 1, 300, 304, device=CUDA, dtype=torch.float16)
+    assert of_bias(bias[..., :300]) == of_bias(bias[:1, ..., :300]) == "long_hopper_kernel"
+    # rows that the copy engine does not read, one for all queries
+    rows = bias[..., :300].contiguous(), bias[..., 1:301], bias[:, :, :1, :300], bias[..., :1]
+    assert {of_bias(each) for each in rows} == {"long_hopper_kernel"}
+    assert of_bias(bias[..., :300].float()) == "long_kernel"

@@ -33,6 +33,7 @@ from qflash.kernels.settled import count_launch, weights_stay
 from qflash.kernels.tiles import SM90_RESIDENT, SM90_STREAMING, WINDOWS, LinearTiles, Tiles
 from qflash.kernels.triton import network as portable
 from qflash.kernels.triton.gated import gated_launch
+from qflash.kernels.triton.unseen_tokens import launch_places
 from qflash.specification import reference
 from qflash.specification.attention_call import Lengths, VarlenCall, float_call, int8_call
 from qflash.specification.layers import ACTIVATIONS, Activation
@@ -354,6 +355,59 @@ def test_long_hopper_fused(emulated: Load, keys: int, head_dim: int, dtype: torc
     assert [call.kernel.__name__ for call in calls] == ["long_hopper_kernel"]
     calls[0].run()
     assert same_bits(out, execution.attention(query, key, value, None, False, 0.1, DEFAULT.key, "reference"))
+
+
+def _no_marks(bias: torch.Tensor) -> None:
+    bias[..., 5] = -3000  # where fixed point ends
+
+
+def _marks(bias: torch.Tensor) -> None:
+    rows = bias[0, 0]
+    rows[3] = -math.inf
+    rows[4, 7:] = -math.inf
+    rows[5, 9], rows[6, 10] = math.nan, math.inf
+    rows[7] = -2000
+    rows[7, 11] = -1999
+    rows[8, 12:14] = torch.finfo(bias.dtype).max
+
+
+def _hidden(bias: torch.Tensor) -> None:
+    bias[..., 100:] = -math.inf
+
+
+@pytest.mark.parametrize(
+    ("keys", "head_dim", "dtype", "change", "scale", "recipe"),
+    [
+        (301, 64, torch.float16, _no_marks, 0.1, DEFAULT),
+        (384, 128, torch.bfloat16, _marks, 0.1, DEFAULT.replace(smooth_value=True)),
+        (520, 80, torch.float16, _marks, 0.1, DEFAULT),
+        (264, 64, torch.bfloat16, _hidden, 0.1, DEFAULT.replace(smooth_value=True)),
+        (264, 64, torch.float16, _no_marks, 300.0, DEFAULT),  # score units so large that they have few fraction bits
+    ],
+)
+def test_long_hopper_biased(
+    emulated: Load, keys: int, head_dim: int, dtype: torch.dtype, change: Callable[..., None], scale: float, recipe: Recipe
+) -> None:
+    """A float bias beside int8 keys: for two batch elements, of which one has marks, and for two heads that share one."""
+    long_quantize = emulated("qflash.kernels.triton.quantize_streaming")
+    generator = torch.Generator().manual_seed(keys)
+    query, key, value = (torch.randn(2, 2, n, head_dim, generator=generator).to(dtype) for n in (70, keys, keys))
+    bias = (3 * torch.randn(2, 1, 70, keys, generator=generator)).to(dtype)
+    change(bias)
+    places = launch_places(float_call(query, key, value, bias, False, scale, recipe))
+    found = long_quantize.launch_quantize_long(None, key, value, recipe, True, places=places)
+    out = torch.empty_like(query)
+    quantised = int8_call(
+        query, None, found.key, found.key_scale, found.value, found.value_scale, bias, False, scale, None, dtype, recipe,
+        value_offset=found.value_offset,
+    )  # fmt: skip
+    launches = attention_launches(quantised, out, value_sums=found.value_sums, fragment_order=True)
+    # rows that the copy engine does not read are copied first
+    packing = ["pack_bias_kernel"] if keys % 8 else []
+    assert [launch.kernel.__name__ for launch in launches] == [*packing, "long_hopper_kernel"]
+    for launch in launches:
+        launch.run()
+    assert same_bits(out, execution.attention(query, key, value, bias, False, scale, recipe.key, "reference"))
 
 
 @pytest.mark.parametrize(

@@ -124,15 +124,18 @@ def _copy_tile(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
         target = int(warp.read(to)[lane]) + to_offset
         # the instruction names the innermost dimension first
         first = [int(_signed(warp.read(name))[lane]) for name in reversed(coordinates)]
-        block = [*described.block_shape[:-1], min(described.block_shape[-1], width)]
+        size = described.base.element_size()
+        kept_as = {1: (torch.int8, np.uint8), 2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}[size]
+        block = [*described.block_shape[:-1], min(described.block_shape[-1], width // size)]
 
         def copy() -> None:
-            index = np.ix_(*(start + np.arange(size) for start, size in zip(first, block, strict=True)))
+            index = np.ix_(*(start + np.arange(count) for start, count in zip(first, block, strict=True)))
             inside = np.ones(block, dtype=bool)
-            for x, size in zip(index, described.shape, strict=True):
-                inside &= (x >= 0) & (x < size)
-            whole = torch.as_strided(described.base, described.shape, described.strides).view(torch.int8).numpy().view(np.uint8)
-            tile = np.where(inside, whole[tuple(np.where(inside, x, 0) for x in index)], np.uint8(0))
+            for x, count in zip(index, described.shape, strict=True):
+                inside &= (x >= 0) & (x < count)
+            numbers = torch.as_strided(described.base, described.shape, described.strides).view(kept_as[0])
+            whole = numbers.numpy().view(kept_as[1])
+            tile = np.where(inside, whole[tuple(np.where(inside, x, 0) for x in index)], kept_as[1](0)).view(np.uint8)
             at = _swizzled(target + np.arange(tile.size), width)
             program.shared[program.find_shared(at, 1)] = tile.reshape(-1)
             here.bytes -= tile.size

@@ -9,14 +9,15 @@ import torch
 
 from .. import segments
 from ..specification.attention_call import AttentionCall, Scales, VarlenCall, int8_call
-from .device import processors_of
+from .device import capability_of, processors_of
 from .families import Choice, choose_family
 from .gluon.sm90 import launch as sm90
-from .gluon.sm90.rules import quantises_apart
+from .gluon.sm90.rules import quantises_apart, streams
 from .launch_arguments import KernelRequest, new_output, shape_of, side_by_side
 from .lengths import worth_compiling
 from .tiles import SM90_RESIDENT, Tiles, is_short, row_fits_registers
 from .triton import launch as portable
+from .triton.quantize import launch_quantize_bias
 from .triton.quantize_streaming import launch_quantize_long, quantizes_long
 from .tuning_table import tiles_for
 
@@ -41,12 +42,19 @@ def is_faster_apart(call: AttentionCall) -> bool:
     """Tell whether launches of their own should quantise float tensors, whatever :func:`one_launch` finds."""
     heads, head_dim = call.batch * call.heads, max(call.head_dim, call.value_dim)
     apart = quantises_apart(call.queries, call.keys, heads, head_dim, processors_of(call.query.device))
-    return apart and can_quantize_apart(call)
+    return (apart or _streams_bias(call)) and can_quantize_apart(call)
+
+
+def _streams_bias(call: AttentionCall) -> bool:
+    """Tell whether :mod:`.sm90.attention_streaming` takes a float call with a bias once keys and values are quantised."""
+    shape = shape_of(call, False)
+    return shape.biased and not _is_interpreted(call) and streams(shape, capability_of(call.query.device)) is None
 
 
 def can_quantize_apart(call: AttentionCall) -> bool:
-    """Tell whether launches of their own can quantise: :func:`launch_long` knows the scales, and rows are long."""
-    return quantizes_long(call.recipe, call.batch) and not is_short(shape_of(call, False))
+    """Tell whether launches of their own can quantise: :func:`launch_long` knows the scales, and rows are long or biased."""
+    long = not is_short(shape_of(call, False)) or _streams_bias(call)
+    return long and quantizes_long(call.recipe, call.batch)
 
 
 def _is_interpreted(call: AttentionCall | VarlenCall) -> bool:
@@ -90,7 +98,7 @@ def launch_fused(call: AttentionCall, choice: Choice | None = None) -> torch.Ten
 def launch_long(call: AttentionCall) -> torch.Tensor:
     """Quantise float tensors in one launch or two and attend in another, which may quantise query, too.
 
-    The mask is bool or fixed point. For what :func:`can_quantize_apart` accepts.
+    The mask is bool, fixed point or float. For what :func:`can_quantize_apart` accepts.
     """
     query, recipe = call.query, call.recipe
     out = new_output(call)
@@ -98,6 +106,9 @@ def launch_long(call: AttentionCall) -> torch.Tensor:
         return out.zero_().to(call.out_dtype)
     guard, tiles = _is_interpreted(call), tiles_of(call, False)
     fragment_order = sm90.takes_fragment_order(KernelRequest(call, out, guard), tiles)
+    if call.mask is not None and call.mask.is_floating_point() and not fragment_order:
+        call = dataclasses.replace(call, mask=launch_quantize_bias(call.mask))
+        tiles = tiles_of(call, False)
     late = fragment_order and query.element_size() == 2 and side_by_side(query)
     if late and sm90.quantizes_in_clusters(call):
         found = sm90.quantize_in_clusters(call)

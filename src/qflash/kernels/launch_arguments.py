@@ -137,9 +137,11 @@ class KernelRequest:
 
 def shape_of(call: AttentionCall, fused: bool) -> AttentionShape:
     """Return what the rules for tiles look at; ``fused`` if one launch is to quantise, too."""
+    biased = call.mask is not None and call.mask.dtype in (torch.float16, torch.bfloat16) and not call.is_causal
     return AttentionShape(
-        call.recipe, call.head_dim, call.value_dim, call.queries, call.keys, call.batch * call.heads, fused, call.is_masked
-    )
+        call.recipe, call.head_dim, call.value_dim, call.queries, call.keys, call.batch * call.heads, fused, call.is_masked,
+        biased,
+    )  # fmt: skip
 
 
 def needs_wide_offsets(*tensors: torch.Tensor | None) -> bool:

@@ -43,7 +43,7 @@ def table_path() -> pathlib.Path:
 
 def table_key(device: str, shape: AttentionShape) -> str:
     """Return the table's name for a kind of call: heads (batch included) count by powers of two."""
-    recipe, head_dim, value_dim, queries, keys, heads, fused, _ = shape
+    recipe, head_dim, value_dim, queries, keys, heads, fused, *_ = shape
     kind = "fused" if fused else "int8"
     load = triton.next_power_of_2(max(1, heads))
     return f"{device}|{kind}|{recipe.probability_bits} bits|{head_dim}x{value_dim}|{queries}x{keys}|{load}"

@@ -15,6 +15,7 @@ from ..device import capability_of
 from ..launch_arguments import (
     MOST_BLOCKS,
     KernelRequest,
+    broadcast_strides,
     call_arguments,
     launch_options,
     needs_wide_offsets,
@@ -35,7 +36,7 @@ from ..tiles import (
     packed_width,
 )
 from .attention_resident import short_kernel
-from .attention_streaming import long_kernel, pack_key_kernel, pack_value_kernel
+from .attention_streaming import long_kernel, pack_bias_kernel, pack_key_kernel, pack_value_kernel
 from .constants import RESIDENT_GROUPS, STREAMING_GROUPS, attention_arguments
 from .rules import split_resident, streaming_plan
 
@@ -63,6 +64,8 @@ def resident_refusal(request: KernelRequest, tiles: Tiles) -> str | None:
     call = request.call
     if call.recipe.normalization != "two_pass":
         return "it takes normalization='two_pass' alone"
+    if request.fragment_order:
+        return "V was brought to the order of the kernel for Hopper that streams"
     widest = triton.next_power_of_2(max(call.head_dim, call.value_dim))
     if triton.cdiv(call.keys, tiles.block_n) > 2 or widest > 128:
         return "one or two tiles do not hold a row"
@@ -184,6 +187,24 @@ def pack_key(key: torch.Tensor) -> tuple[torch.Tensor, list[KernelLaunch]]:
         grid = (triton.cdiv(keys, _PACKED_KEYS), heads, min(MOST_BLOCKS, batch - start))
         launches.append(KernelLaunch(pack_key_kernel, grid, arguments, {"num_warps": 4}))
     return packed[..., :channels], launches
+
+
+def pack_bias(bias: torch.Tensor, queries: int, keys: int) -> tuple[torch.Tensor, list[KernelLaunch]]:
+    """Return a bias whose rows the copy engine reads, (period, heads, queries, keys), a view, and the launches that fill it.
+
+    Args:
+        bias: (period, heads, queries | 1, keys | 1), any strides.
+    """
+    period, heads = bias.shape[:2]
+    # rows of multiples of sixteen bytes
+    padded = triton.cdiv(keys * bias.element_size(), 16) * 16 // bias.element_size()
+    packed = torch.empty((period, heads, queries, padded), dtype=bias.dtype, device=bias.device)
+    strides = broadcast_strides(bias, (0, 1, 2, 3))
+    block_n = min(1024, triton.next_power_of_2(keys))
+    values = (bias, packed, *strides, heads, queries, keys, padded, block_n, needs_wide_offsets(bias))
+    arguments = dict(zip(pack_bias_kernel.arg_names, values, strict=True))
+    grid = (period * heads * queries, triton.cdiv(keys, block_n))
+    return packed[..., :keys], [KernelLaunch(pack_bias_kernel, grid, arguments, {"num_warps": 4})]
 
 
 def one_element(call: VarlenCall) -> AttentionCall:

@@ -27,6 +27,8 @@ from ..tiles import SHORT_ROW
 LOWEST_BIAS = tl.constexpr(-fp.BIAS_LIMIT)
 _KEYS = 128
 """Keys of a block where rows are long."""
+_FLOAT_KEYS = 512
+"""The same of a float mask, of which every program reads whole rows: fewer programs, of fewer rows each."""
 
 
 @triton.jit
@@ -48,15 +50,28 @@ def _write_places(seen_ptr, order_ptr, place_ptr, keys, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _visible(x, MASK: tl.constexpr, GUARD: tl.constexpr):
-    """Which keys whole rows of a mask show, 1 or 0, as :func:`qflash.unseen_tokens.seen_tokens` says."""
+def _largest(row_ptrs, stride_n, keys, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The largest of whole rows of a float mask, float32 (rows, 1); a NaN counts as infinity."""
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    for start in range(0, keys, BLOCK_N):
+        n = tl.minimum(start + tl.arange(0, BLOCK_N), keys - 1)[None, :]
+        x = tl.load(row_ptrs + n * stride_n).to(tl.float32)
+        row_max = tl.maximum(row_max, tl.max(tl.where(x == x, x, float("inf")), 1))
+    return row_max[:, None]
+
+
+@triton.jit
+def _visible(x, row_max, MASK: tl.constexpr, GUARD: tl.constexpr):
+    """Which keys a mask shows, 1 or 0, as :func:`qflash.unseen_tokens.seen_tokens` says.
+
+    ``row_max`` is the largest of each row of a float mask.
+    """
     if MASK == "bool":
         visible = x != 0
     elif MASK == "fixed":
         visible = x > LOWEST_BIAS
     else:
         x = x.to(tl.float32)
-        row_max = highest(x, 1, GUARD)[:, None]
         base, even = bias_base(row_max)
         visible = tl.where(even, x == base, bias_to_fixed(x - base, GUARD) > LOWEST_BIAS)
     return visible.to(tl.int32)
@@ -86,8 +101,15 @@ def seen_kernel(
         # where the last row sees most, as in a causal mask, it is read first
         row = tl.minimum(left % blocks * BLOCK_M + tl.arange(0, BLOCK_M), rows - 1)[:, None] * mask_stride_m
         head = h * GROUP + left // blocks
-        x = tl.load(mask_ptr + z * mask_stride_z + head * mask_stride_h + row + columns)
-        seen = tl.maximum(seen, tl.max(_visible(x, MASK, GUARD), 0))
+        row_ptrs = mask_ptr + z * mask_stride_z + head * mask_stride_h + row
+        x = tl.load(row_ptrs + columns)
+        row_max = 0.0
+        if MASK == "float":
+            if WHOLE:
+                row_max = highest(x.to(tl.float32), 1, GUARD)[:, None]
+            else:
+                row_max = _largest(row_ptrs, mask_stride_n, keys, BLOCK_M, BLOCK_N)
+        seen = tl.maximum(seen, tl.max(_visible(x, row_max, MASK, GUARD), 0))
         missing = 1 - tl.min(seen, 0)
     at = (z * tl.num_programs(1) + h) * keys
     tl.store(seen_ptr + at + n, seen, mask=n < keys)
@@ -125,7 +147,7 @@ def launch_places(call: AttentionCall) -> torch.Tensor:
     """Return for each token the one to take, (period, heads of key | 1, keys), int32, on the device of the mask.
 
     Args:
-        call: one that :func:`qflash.unseen_tokens.searches`; a float mask has short rows.
+        call: one that :func:`qflash.unseen_tokens.searches`.
     """
     mask, key_heads = call.mask, call.key.shape[1]
     assert mask is not None
@@ -133,8 +155,7 @@ def launch_places(call: AttentionCall) -> torch.Tensor:
     kind = "bool" if mask.dtype == torch.bool else "fixed" if mask.dtype == torch.int32 else "float"
     shared = 1 if heads == 1 else key_heads
     whole = keys <= SHORT_ROW
-    assert whole or kind != "float"
-    block = triton.next_power_of_2(keys) if whole else _KEYS
+    block = triton.next_power_of_2(keys) if whole else _KEYS if kind != "float" else _FLOAT_KEYS
     seen, order, place = (torch.empty((period, shared, keys), dtype=torch.int32, device=mask.device) for _ in range(3))
     if kind == "bool":
         mask = mask.view(torch.uint8)

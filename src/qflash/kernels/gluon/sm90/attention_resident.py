@@ -78,7 +78,6 @@ from .query_block import (
     add_values,
     allocate,
     begin_outputs,
-    exponentiate,
     finished,
     fold_columns,
     load_queries,
@@ -91,6 +90,7 @@ from .query_block import (
     store_sums,
     stored_beside_outputs,
     stored_columns,
+    stored_probabilities,
     sums_of_four,
     to_fragment_order,
     unpack_queries,
@@ -168,7 +168,7 @@ def _attend_in_registers(
             # -127 times the sums of V's channels, in every row
             number = gl.full((M, v_smem[t][0].shape[1]), -127, gl.int8, OPERAND)
             accumulator = add_values(accumulator, number, v_smem[t], WARPS, ACROSS)
-    usable, multiplier, fraction_bits = query_factors(query_bits, scales, RECIPE)
+    usable, multiplier, fraction_bits, _ = query_factors(query_bits, scales, RECIPE)
     ready = (finished(scores[0], SPANS * (TILES - 1 + BEHIND), WARPS, ACROSS),)
     largest = fold_columns(ready[0], WARPS, ACROSS)
     for t in gl.static_range(1, TILES):
@@ -204,7 +204,7 @@ def _attend_in_registers(
         if APART:
             # a program alone on its SM is faster if it starts on the first tile, though each tile costs a branch
             s = raised_if_needed((s,), row.least, EIGHT, ACROSS)[0]
-        p, finer = exponentiate(s, row.slope, row.begin, row.constant, OPERAND, STARTS[t], KEYS, RECIPE.EXACT, WARPS, ACROSS)
+        p, finer = stored_probabilities(row.fine(s), OPERAND, STARTS[t], KEYS, RECIPE.EXACT, WARPS, ACROSS)
         if ACROSS == 1:
             if t == 0 and not PRODUCTS:
                 accumulator = begin_outputs(sums, value_widths(CHANNELS), SUMS == "begin", WARPS, ACROSS)

@@ -50,6 +50,7 @@ from ..ptx_ops import (
     to_shared,
 )
 from ..releases import barrier
+from .bias import Bias, NoBias, attend_biased
 from .layouts import (
     channel_spans,
     product_layout,
@@ -103,8 +104,8 @@ def _stored(numbers):
 # Compiled once for all lengths: Triton would otherwise specialise these on multiples of 16.
 @gluon.jit(do_not_specialize=("k_rows_z", "k_rows_h", "queries", "keys", "parts", "inverse_count"))
 def long_hopper_kernel(
-    q_ptr, k_desc, k_last_desc, v_desc, v_last_desc, o_ptr, scales, sums_ptr, q_strides, k_rows_z, k_rows_h, strides,
-    cu_q_ptr, cu_k_ptr, queries, keys, parts, inverse_count, constant,
+    q_ptr, k_desc, k_last_desc, v_desc, v_last_desc, bias_desc, o_ptr, scales, sums_ptr, q_strides, k_rows_z, k_rows_h, strides,
+    cu, queries, keys, parts, inverse_count, constant,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STRIDES: gl.constexpr, RING: gl.constexpr,
     RECIPE: gl.constexpr,
 ):  # fmt: skip
@@ -133,8 +134,8 @@ def long_hopper_kernel(
     first = gl.program_id(0) * BLOCK_M
     if RING.VARLEN:
         most_keys = keys
-        first_q, queries = packed_sequence(cu_q_ptr, z)
-        first_k, keys = packed_sequence(cu_k_ptr, z)
+        first_q, queries = packed_sequence(cu.cu_q_ptr, z)
+        first_k, keys = packed_sequence(cu.cu_k_ptr, z)
         inverse_count = inverse_of_count(keys)
         q_base += first_q * STRIDES.q[0]
         o_base += first_q * STRIDES.o[0]
@@ -173,7 +174,17 @@ def long_hopper_kernel(
     mbarrier.init(first_values, count=1)
     barrier()
     k_column = kv_head * strides.k_columns_h
-    copies = Copies(k_descs, v_descs, k_smem, v_smem, k_row, k_column, v_row * WIDTH, v_column, ready, HEAD_DIM, RING.SPAN)
+    bias_descs = ()
+    bias_smem = ()
+    bias_row = gl.to_tensor(0)
+    if RECIPE.MASK == "bias":
+        bias_descs = (bias_desc,)
+        bias_smem = (gl.allocate_shared_memory(bias_desc.dtype, [SLOTS, BLOCK_M, RING.SPAN], bias_desc.layout),)
+        bias_row = (z % strides.bias_period).to(gl.int32) * strides.bias_rows_z + h * strides.bias_rows_h + first
+    copies = Copies(
+        k_descs, v_descs, k_smem, v_smem, k_row, k_column, v_row * WIDTH, v_column, bias_descs, bias_smem, bias_row, ready,
+        HEAD_DIM, RING.SPAN,
+    )  # fmt: skip
     for index in gl.static_range(SLOTS):
         copies.expect(index, False, True)
         step = index
@@ -227,7 +238,7 @@ def long_hopper_kernel(
         fence_async_shared()
         barrier()
     scores = score_scales(key_bits, query_bits, constant.constant_mantissa, constant.constant_exponent, RECIPE)
-    usable, multiplier, fraction_bits = query_factors(query_bits, scores, RECIPE)
+    usable, multiplier, fraction_bits, drop = query_factors(query_bits, scores, RECIPE)
     if RING.VARLEN:
         usable = usable & (keys <= most_keys)
     narrow = 0
@@ -237,13 +248,24 @@ def long_hopper_kernel(
     # a last iteration that is not whole has a loop of its own in both passes
     whole, iterations = keys // (RING.UNROLL * RING.SPAN), steps // RING.UNROLL
     narrow = gl.to_tensor(narrow).to(gl.int32)
-    store = FirstRing(copies, keys, steps, whole, iterations, narrow, q, first_values, RING, ring_tiles(RING))
+    if RECIPE.MASK == "bias":
+        bias = Bias(multiplier, drop, bias_desc.dtype)
+    else:
+        bias = NoBias(0)
+    store = FirstRing(
+        copies, keys, steps, whole, iterations, narrow, q, bias, gl.to_tensor(0), first_values, RING, ring_tiles(RING)
+    )
     if HEAD_DIM % 16:
         # Triton specialises on multiples of 16 only, and would store one number at a time
         o_base = o_ptr + z * (strides.o_stride_z // 8 * 8) + h * (strides.o_stride_h // 8 * 8)
         if RING.VARLEN:
             o_base += first_q * STRIDES.o[0]
-    attend_twice(
-        operand, (usable, multiplier, fraction_bits), store, sums, (means, factors, o_base), STRIDES.o[0], first, queries,
-        HEAD_DIM, WARPS, "begin" if BEGIN else "end", RECIPE, ((), 0, 0, 0), 1,
-    )  # fmt: skip
+    query = (usable, multiplier, fraction_bits, drop)
+    output = (means, factors, o_base)
+    AT: gl.constexpr = "begin" if BEGIN else "end"
+    if RECIPE.MASK == "bias":
+        attend_biased(operand, query, store, sums, output, STRIDES.o[0], first, queries, HEAD_DIM, WARPS, AT, RECIPE)
+    else:
+        attend_twice(
+            operand, query, store, sums, output, STRIDES.o[0], first, queries, HEAD_DIM, WARPS, AT, RECIPE, ((), 0, 0, 0), 1
+        )

@@ -24,6 +24,7 @@ from ...launch_arguments import (
     KernelRequest,
     LinearCall,
     LinearPlan,
+    broadcast_strides,
     call_arguments,
     dependent_attention,
     launch_options,
@@ -48,7 +49,7 @@ from ...tiles import (
     value_width,
     widest_span,
 )
-from ...triton.launch import one_element, pack_key, pack_value, varlen_arguments
+from ...triton.launch import one_element, pack_bias, pack_key, pack_value, varlen_arguments
 from ...triton.quantize_streaming import LongQuantized, new_quantized
 from ..constants import Ring, recipe_of, row_strides_of, strides_of
 from .rules import (
@@ -169,6 +170,15 @@ def resident_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch
 # --- keys and values that pass through shared memory --------------------------------------------------------
 
 
+def _rows_of_bias(mask: torch.Tensor, queries: int, keys: int) -> tuple[int, int] | None:
+    """Return of a bias that the copy engine can read the rows of its matrix a batch element and a head, or None."""
+    stride_z, stride_h, stride_m = broadcast_strides(mask, (0, 1, 2))
+    fits = mask.shape[2:] == (queries, keys) and mask.stride(3) == 1
+    if not fits or mask.data_ptr() % 16 or stride_m < keys or stride_m % 8 or stride_z % stride_m or stride_h % stride_m:
+        return None
+    return stride_z // stride_m, stride_h // stride_m
+
+
 def rows_of_keys(key: torch.Tensor) -> tuple[int, int, int] | None:
     """Return where a head's keys lie if all keys are rows of one matrix: rows a batch, rows and columns a head."""
     stride_z, stride_h, stride_n = (key.stride(dim) if key.shape[dim] > 1 else 0 for dim in range(3))
@@ -190,16 +200,19 @@ def _in_lines(key: torch.Tensor) -> bool:
 
 
 def _description(x: torch.Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
-    """Describe int8 numbers for the copy engine, which fetches blocks of them to shared memory, swizzled for wgmma."""
+    """Describe numbers for the copy engine, which fetches blocks of them to shared memory, swizzled for wgmma."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(block[-1], 128), element_bitwidth=8, rank=len(shape))
+    size = x.element_size()
+    layout = gl.NVMMASharedLayout(
+        swizzle_byte_width=min(block[-1] * size, 128), element_bitwidth=8 * size, rank=len(shape)
+    )  # fmt: skip
     return TensorDescriptor(x, shape, strides, block, layout)
 
 
 def _matrix(x: torch.Tensor, rows: int, columns: int, stride: int, block: tuple[int, int]) -> Any:
-    """Describe int8 rows, ``stride`` apart."""
+    """Describe rows, ``stride`` apart."""
     return _description(x, [rows, columns], [stride, 1], list(block))
 
 
@@ -208,11 +221,14 @@ def _streaming_registers(head_dim: int) -> int:
     return REGISTERS_OF_THREE if widest_span(head_dim) <= 64 else 0
 
 
-def streaming_steps(channels: int, keys: int) -> tuple[int, int]:
+def streaming_steps(channels: int, keys: int, biased: bool = False) -> tuple[int, int]:
     """Return how many keys :mod:`.sm90.attention_streaming` takes at a time, and how many times in an iteration of its loops.
 
-    Two tiles at a time where they fit; else two steps an iteration where their number is even. Two spans would spill then.
+    Two tiles at a time where they fit; else two steps an iteration where their number is even. Two spans would spill then. A
+    bias takes the shared memory of both.
     """
+    if biased:
+        return _STREAMING_TILE, 1
     if channels <= 64:
         return 2 * _STREAMING_TILE, 1
     even = triton.cdiv(keys, _STREAMING_TILE) % 2 == 0
@@ -251,17 +267,28 @@ def _streaming_arguments(key: torch.Tensor, value: torch.Tensor, rows: tuple[int
 
 _STREAMING_GROUPS = {
     "scales": SCALE_POINTERS,
+    "cu": ("cu_q_ptr", "cu_k_ptr"),
     "q_strides": ("q_stride_z", "q_stride_h"),
-    "strides": ("k_columns_h", "o_stride_z", "o_stride_h", *SCALE_STRIDES),
+    "strides": ("k_columns_h", "o_stride_z", "o_stride_h", "bias_rows_z", "bias_rows_h", "bias_period", *SCALE_STRIDES),
     "constant": CONSTANT,
 }
 """What :mod:`.sm90.attention_streaming` takes as tuples."""
+_NO_BIAS = {"bias_desc": None, "bias_rows_z": 0, "bias_rows_h": 0, "bias_period": 1}
 
 
 def _streaming_kernel_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of :mod:`.sm90.attention_streaming` among others."""
     arguments = arguments | {"STRIDES": row_strides_of(arguments | {"mask_stride_m": 0, "mask_stride_n": 0})}
-    return kernel_arguments(_streaming_kernel(), arguments, _STREAMING_GROUPS)
+    return kernel_arguments(_streaming_kernel(), _NO_BIAS | arguments, _STREAMING_GROUPS)
+
+
+def _bias_arguments(mask: torch.Tensor, queries: int, keys: int, block_m: int) -> dict[str, Any]:
+    """Return what :mod:`.sm90.attention_streaming` takes of a bias."""
+    rows, stride = _rows_of_bias(mask, queries, keys), mask.stride(2)
+    assert rows is not None
+    count = (mask.shape[0] - 1) * rows[0] + (mask.shape[1] - 1) * rows[1] + queries
+    desc = _matrix(mask, count, keys, stride, (block_m, _STREAMING_TILE))
+    return {"bias_desc": desc, "bias_rows_z": rows[0], "bias_rows_h": rows[1], "bias_period": mask.shape[0]}
 
 
 def _streams(request: KernelRequest, tiles: Tiles) -> str | None:
@@ -290,7 +317,7 @@ def streaming_refusal(request: KernelRequest, tiles: Tiles) -> str | None:
 
 
 def streaming_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch]:
-    """Spell out the launches of :mod:`.sm90.attention_streaming`: V packed in its order, perhaps K, and attention."""
+    """Spell out the launches of :mod:`.sm90.attention_streaming`: what has to be packed of V, K and a bias, and attention."""
     call, sums, kernel = request.call, request.value_sums, _streaming_kernel()
     launches: list[KernelLaunch] = []
     if sums is None:
@@ -300,18 +327,26 @@ def streaming_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunc
             key, more = pack_key(key)
             launches += more
         call = dataclasses.replace(call, key=key, value=value)
-        request = dataclasses.replace(request, call=call)
+    if call.mask is not None and _rows_of_bias(call.mask, call.queries, call.keys) is None:
+        mask, more = pack_bias(call.mask, call.queries, call.keys)
+        launches += more
+        call = dataclasses.replace(call, mask=mask)
+    request = dataclasses.replace(request, call=call)
     tiles = tiles._replace(block_m=64, warps=4, registers=_streaming_registers(call.head_dim))
     constants = call_arguments(request, tiles) | {"keys": call.keys, "inverse_count": fp.inverse_count(call.keys)}
     constants["RECIPE"] = recipe_of(constants | {"QUANTIZE": call.query.dtype != torch.int8})
     rows, blocks = rows_of_keys(call.key), triton.cdiv(call.queries, tiles.block_m)
     assert rows is not None
-    span, unroll = streaming_steps(call.value_dim, call.keys)
-    constants["RING"] = Ring(span, unroll, last_step(call.keys, span), call.keys % span == 0, False)
+    biased = call.mask is not None
+    span, unroll = streaming_steps(call.value_dim, call.keys, biased)
+    last = span if biased else last_step(call.keys, span)
+    constants["RING"] = Ring(span, unroll, last, call.keys % span == 0, False)
     constants |= {"cu_q_ptr": call.query, "cu_k_ptr": call.query}
     for part in parts(request):
         arguments = part.arguments | constants | {"sums_ptr": part.of(sums), "parts": sums.shape[2]}
         arguments |= _streaming_arguments(part.of(call.key)[: part.batch], part.of(call.value)[: part.batch], rows, span)
+        if biased:
+            arguments |= _bias_arguments(arguments["mask_ptr"], call.queries, call.keys, tiles.block_m)
         scores = ScoreTile(tiles.block_m, span * unroll, whole=False)
         arguments = _streaming_kernel_arguments(arguments)
         grid = (blocks, call.heads, part.batch)

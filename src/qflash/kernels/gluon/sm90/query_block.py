@@ -6,7 +6,7 @@ a block:
 
 1. :func:`load_queries`, :func:`read_queries`: words from global memory straight into the registers of a left operand;
 2. :func:`start_scores`, :func:`finished`: asynchronous wgmma with keys in shared memory, scores in registers;
-3. :func:`fold_columns` for the row maximum, :func:`exponentiate` for probabilities, :func:`quarter_sums` for row sums;
+3. :func:`fold_columns` for the row maximum, :func:`stored_probabilities` for them, :func:`quarter_sums` for row sums;
 4. :func:`add_values`: asynchronous wgmma of probabilities with V in shared memory;
 5. :func:`row_inverses`, :func:`store_span`: normalise and store.
 
@@ -32,7 +32,6 @@ from ..ptx_ops import (
     as_float32,
     beside_channels,
     beside_outputs,
-    fine_probabilities,
     first_of_four,
     least_if_needed,
     least_of_own_rows,
@@ -365,11 +364,11 @@ def fold_columns(s, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1):
 
 
 @gluon.jit
-def exponentiate(
-    s, slope, begin, constant, OPERAND: gl.constexpr, START: gl.constexpr, KEYS: gl.constexpr, EXACT: gl.constexpr,
-    WARPS: gl.constexpr, ACROSS: gl.constexpr,
+def stored_probabilities(
+    p, OPERAND: gl.constexpr, START: gl.constexpr, KEYS: gl.constexpr, EXACT: gl.constexpr, WARPS: gl.constexpr,
+    ACROSS: gl.constexpr,
 ):  # fmt: skip
-    """Exponentiate a tile of scores: 127 - P in int8, as a left operand, or for shared memory (ACROSS is 2).
+    """127 - P in int8 of a tile of fine probabilities, as a left operand, or for shared memory (ACROSS is 2).
 
     The tile has the keys from START on; those from KEYS on have P = 0. An operand has at least 32 columns.
 
@@ -377,11 +376,9 @@ def exponentiate(
         the operand; and with EXACT the sums by four of probabilities before rounding, in the first of every four columns,
         else the operand again.
     """
-    M: gl.constexpr = s.shape[0]
-    L: gl.constexpr = s.type.layout
-    WIDTH: gl.constexpr = s.shape[1]
-    STORED: gl.constexpr = OPERAND if ACROSS == 1 else stored_layout(s.shape[1], WARPS, ACROSS)
-    p = fine_probabilities(s, beside_rows(slope, L), beside_rows(begin, L), beside_rows(constant, L))
+    M: gl.constexpr = p.shape[0]
+    WIDTH: gl.constexpr = p.shape[1]
+    STORED: gl.constexpr = OPERAND if ACROSS == 1 else stored_layout(WIDTH, WARPS, ACROSS)
     if WIDTH == 8:
         p = _twice(p)
     if WIDTH <= 16:
@@ -508,11 +505,12 @@ def _less_missing(numerator, missing, mean, WARPS: gl.constexpr, ACROSS: gl.cons
 @gluon.jit
 def store_span(
     numerator, rows, usable, factors, mean, o_base, o_stride_n: gl.constexpr, first, queries,
-    CHANNELS: gl.constexpr, EXACT: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1,
+    CHANNELS: gl.constexpr, EXACT: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr = 1, EMPTY: gl.constexpr = False,
 ):  # fmt: skip
     """Normalise a span of a block's outputs and store its rows below ``queries``: :func:`.common.tile_ops.finish`.
 
     ``rows`` is what :func:`row_inverses` returns: numbers of rows are one per thread, or vectors where warps share rows.
+    With EMPTY rows may have no key that takes part: they are 0.
     ``numerator`` is the negative of the sum of P V. ``mean`` is twice the mean of V's channels, in shared memory, or beside
     ``numerator``.
     """
@@ -531,6 +529,8 @@ def store_span(
     DTYPE: gl.constexpr = o_base.dtype.element_ty
     if gl.int8 != DTYPE:
         factor = gl.where(usable_scale(factor.to(gl.int32, bitcast=True)), factor, float("nan"))
+    if EMPTY and shift.type.is_block():
+        shift = gl.where(beside_outputs(bits, L, ACROSS) > 0, shift, 0.0)
     result = normalised(x, bits, inverse, usable, (factor, shift, half), DTYPE, ACROSS)
     n = first + gl.arange(0, M, layout=gl.SliceLayout(1, L))
     channels = gl.arange(0, D, layout=gl.SliceLayout(0, L))

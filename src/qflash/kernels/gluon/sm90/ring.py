@@ -17,6 +17,7 @@ from ..releases import aggregate, barrier, load_tile
 from ..row_ops import beside_rows, both_rows, one_row, own_twice, row_largest
 from .layouts import of_part, score_layout, span_starts, span_widths, value_widths
 from .query_block import padded_columns, part_steps, tile_of
+from .rows import fine_of_row
 
 # keys of a product
 TILE = gl.constexpr(128)
@@ -57,6 +58,7 @@ class Copies:
         k_descs, v_descs: matrices of keys and of packed values, span by span.
         k_smem, v_smem: slots for steps of keys, and for tiles of values.
         k_row, k_column, v_row, v_column: where the head's keys and values begin.
+        bias_descs, bias_smem, bias_row: the same of a bias, whose rows are the block's queries; empty tuples without one.
         ready: an mbarrier for each slot of keys.
         HEAD_DIM, SPAN: channels, keys of a step.
     """
@@ -69,18 +71,23 @@ class Copies:
     k_column: gl.tensor
     v_row: gl.tensor
     v_column: gl.tensor
+    bias_descs: gl.tuple
+    bias_smem: gl.tuple
+    bias_row: gl.tensor
     ready: gl.shared_memory_descriptor
     HEAD_DIM: gl.constexpr
     SPAN: gl.constexpr
 
     @gluon.jit
     def load_keys(self, step, slot, wanted):
-        """Start the copies of a step of keys, span by span."""
+        """Start the copies of a step of keys, span by span, and of their bias."""
         FROM: gl.constexpr = span_starts(self.HEAD_DIM)
         bar = self.ready.index(slot)
         row = self.k_row + step * self.SPAN
         for c in gl.static_range(len(self.k_smem)):
             load_tile(self.k_descs[c], [row, self.k_column + FROM[c]], bar, self.k_smem[c].index(slot), pred=wanted)
+        for i in gl.static_range(len(self.bias_smem)):
+            load_tile(self.bias_descs[i], [self.bias_row, step * self.SPAN], bar, self.bias_smem[i].index(slot), pred=wanted)
 
     @gluon.jit
     def load_values(self, column, bar, slot):
@@ -92,8 +99,9 @@ class Copies:
 
     @gluon.jit
     def expect(self, slot, VALUES: gl.constexpr, wanted):
-        """Tell the mbarrier of a slot how many bytes arrive: those of a step of keys, and of as many values with VALUES."""
-        BYTES: gl.constexpr = step_bytes(self.SPAN, self.HEAD_DIM, VALUES)
+        """Tell the mbarrier of a slot how many bytes arrive: a step of keys, its bias, and with VALUES as many values."""
+        ROWS: gl.constexpr = 0 if len(self.bias_smem) == 0 else self.bias_smem[0].shape[1]
+        BYTES: gl.constexpr = step_bytes(self.SPAN, self.HEAD_DIM, VALUES) + 2 * ROWS * self.SPAN
         mbarrier.expect(self.ready.index(slot), BYTES, pred=wanted)
 
 
@@ -120,6 +128,7 @@ class ProgramRow:
     most: gl.tensor
     wrap: gl.tensor
     APART: gl.constexpr
+    fine = fine_of_row
 
     @gluon.jit
     def raised(self, s, PART: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
@@ -140,11 +149,45 @@ def _steps(self, PART: gl.constexpr):
 
 
 @gluon.jit
+def _unseen(self, WARPS: gl.constexpr):
+    return self.bias.unseen(WARPS)
+
+
+@gluon.jit
+def _bias_of(self, s, at):
+    """The bias of a tile of scores, in their layout."""
+    return self.copies.bias_smem[0].index(at[1]).load(s.type.layout)
+
+
+@gluon.jit
 def _padded(self, s, filler, at, INDEX: gl.constexpr, PART: gl.constexpr):
     HALVES: gl.constexpr = self.RING.SPAN // TILE
     if PART > 0 and not self.RING.WHOLE:
         s = padded_columns(s, self.left - at[0] * self.RING.SPAN - INDEX % HALVES * TILE, filler)
     return s
+
+
+@gluon.jit
+def _program_row(self, largest, multiplier, fraction_bits, OFFSET: gl.constexpr, WARPS: gl.constexpr):
+    """The :class:`ProgramRow` of scores without a bias."""
+    M: gl.constexpr = 16 * WARPS
+    EIGHT: gl.constexpr = score_layout(8, WARPS)
+    row_max = row_largest(largest)
+    sizes = magnitudes(self.q[0])
+    for c in gl.static_range(1, len(self.q)):
+        sizes += gl.convert_layout(magnitudes(self.q[c]), sizes.type.layout, assert_trivial=True)
+    sizes = gl.convert_layout(sizes, gl.SliceLayout(1, EIGHT), assert_trivial=True)
+    magnitude = one_row(beside_rows(sizes, EIGHT) + largest * 0)
+    wrap = gl.max(gl.reshape(may_wrap(magnitude, row_max, multiplier, fraction_bits), (2 * M,)), 0) > 0
+    least = both_rows(least_score(row_max, multiplier, fraction_bits), M)
+    slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
+    most = fine_probabilities(row_max, slope, begin, constant)
+    row_max = both_rows(row_max, M)
+    slope, begin, constant = both_rows(slope, M), both_rows(begin, M), own_twice(constant, M)
+    # Not with two steps an iteration: without a branch in the first loop ptxas delays the copies of keys until after the
+    # exponentials.
+    APART: gl.constexpr = self.RING.UNROLL == 1 and self.RING.LEFT == self.RING.SPAN
+    return ProgramRow(slope, begin, constant, least, row_max, most, wrap, APART)
 
 
 @aggregate
@@ -158,6 +201,8 @@ class FirstRing:
         whole, iterations: iterations of whole steps, and all.
         narrow: 1 if half of the last tile is enough, else 0.
         q: queries in registers, span by span.
+        bias: what is added to scores (:mod:`.sm90.bias`).
+        passed: steps that slots had before.
         first_values: an mbarrier for the first values.
         RING: :class:`.gluon.constants.Ring`.
     """
@@ -169,23 +214,25 @@ class FirstRing:
     iterations: gl.tensor
     narrow: gl.tensor
     q: gl.tuple
+    bias: gl.base_value
+    passed: gl.tensor
     first_values: gl.shared_memory_descriptor
     RING: gl.constexpr
     TILES: gl.constexpr
-    steps, padded = _steps, _padded
+    steps, unseen, padded = _steps, _unseen, _padded
 
     @gluon.jit
     def at(self, iteration, INDEX: gl.constexpr, PART: gl.constexpr):
         """A tile's step, the slot of its keys, and its iteration."""
         PLACE: gl.constexpr = INDEX // (self.RING.SPAN // TILE)
-        return self.RING.UNROLL * iteration + PLACE, iteration % 2 * self.RING.UNROLL + PLACE, iteration
+        return self.RING.UNROLL * iteration + PLACE, (self.passed + iteration) % 2 * self.RING.UNROLL + PLACE, iteration
 
     @gluon.jit
     def keys(self, at, INDEX: gl.constexpr, PART: gl.constexpr):
         _, slot, iteration = at
         HALVES: gl.constexpr = self.RING.SPAN // TILE
         if INDEX % HALVES == 0:
-            mbarrier.wait(self.copies.ready.index(slot), (iteration // 2) & 1)
+            mbarrier.wait(self.copies.ready.index(slot), ((self.passed + iteration) // 2) & 1)
         return tile_of(self.copies.k_smem, slot, INDEX % HALVES * TILE, tile_width(self.RING, PART, INDEX), 0)
 
     @gluon.jit
@@ -203,34 +250,38 @@ class FirstRing:
             self.copies.load_keys(following, slot, wanted)
 
     @gluon.jit
+    def biased(self, s, seen, at, INDEX: gl.constexpr, PART: gl.constexpr):
+        if len(self.copies.bias_smem) > 0:
+            bias = _bias_of(self, s, at)
+            PADDED: gl.constexpr = PART > 0 and not self.RING.WHOLE
+            seen = self.bias.noted(seen, bias, self.left - at[0] * self.RING.SPAN, PADDED)
+            s = self.bias.added(s, bias)
+        return s, seen
+
+    @gluon.jit
+    def anew(self, bias):
+        """The store of a first pass that is made again with another ``bias``."""
+        return FirstRing(
+            self.copies, self.left, self.count, self.whole, self.iterations, self.narrow, self.q, bias,
+            self.passed + self.count, self.first_values, self.RING, self.TILES,
+        )  # fmt: skip
+
+    @gluon.jit
     def row(
         self, q, largest, multiplier, fraction_bits, CHANNELS: gl.constexpr, OFFSET: gl.constexpr, WARPS: gl.constexpr,
         ACROSS: gl.constexpr,
     ):  # fmt: skip
-        M: gl.constexpr = 16 * WARPS
-        EIGHT: gl.constexpr = score_layout(8, WARPS)
-        row_max = row_largest(largest)
-        sizes = magnitudes(self.q[0])
-        for c in gl.static_range(1, len(self.q)):
-            sizes += gl.convert_layout(magnitudes(self.q[c]), sizes.type.layout, assert_trivial=True)
-        sizes = gl.convert_layout(sizes, gl.SliceLayout(1, EIGHT), assert_trivial=True)
-        magnitude = one_row(beside_rows(sizes, EIGHT) + largest * 0)
-        wrap = gl.max(gl.reshape(may_wrap(magnitude, row_max, multiplier, fraction_bits), (2 * M,)), 0) > 0
-        least = both_rows(least_score(row_max, multiplier, fraction_bits), M)
-        slope, begin, constant = row_exponents(row_max, multiplier, fraction_bits, OFFSET)
-        most = fine_probabilities(row_max, slope, begin, constant)
-        row_max = both_rows(row_max, M)
-        slope, begin, constant = both_rows(slope, M), both_rows(begin, M), own_twice(constant, M)
-        # Not with two steps an iteration: without a branch in the first loop ptxas delays the copies of keys until after the
-        # exponentials.
-        APART: gl.constexpr = self.RING.UNROLL == 1 and self.RING.LEFT == self.RING.SPAN
-        return ProgramRow(slope, begin, constant, least, row_max, most, wrap, APART)
+        if len(self.copies.bias_smem) > 0:
+            row = self.bias.row(row_largest(largest), fraction_bits, OFFSET, 16 * WARPS)
+        else:
+            row = _program_row(self, largest, multiplier, fraction_bits, OFFSET, WARPS)
+        return row
 
     @gluon.jit
     def again(self, row):
         """The store of the second pass; the first keys and values have arrived."""
         # steps that the first two slots had in the first pass, for the parity of their mbarriers
-        passed = (self.iterations + 1) // 2 * 2 if self.RING.UNROLL == 2 else self.count
+        passed = (self.iterations + 1) // 2 * 2 if self.RING.UNROLL == 2 else self.passed + self.count
         mbarrier.wait(self.copies.ready.index(passed % 2), (passed // 2) & 1)
         mbarrier.wait(self.first_values, 0)
         # where exponents could wrap, the loops that raise scores take all steps
@@ -240,7 +291,8 @@ class FirstRing:
         if self.RING.VARLEN:
             narrow = gl.where(row.wrap, 0, narrow)
         return SecondRing(
-            self.copies, self.left, self.count, whole, self.iterations, narrow, passed, self.RING, self.TILES, (0, 0, 0), TILE
+            self.copies, self.left, self.count, whole, self.iterations, narrow, self.bias, passed, self.RING, self.TILES,
+            (0, 0, 0), TILE,
         )  # fmt: skip
 
 
@@ -258,12 +310,13 @@ class SecondRing:
     whole: gl.tensor
     iterations: gl.tensor
     narrow: gl.tensor
+    bias: gl.base_value
     passed: gl.tensor
     RING: gl.constexpr
     TILES: gl.constexpr
     STARTS: gl.constexpr
     COLUMNS: gl.constexpr
-    steps, padded = _steps, _padded
+    steps, unseen, padded = _steps, _unseen, _padded
 
     @gluon.jit
     def at(self, iteration, INDEX: gl.constexpr, PART: gl.constexpr):
@@ -281,6 +334,12 @@ class SecondRing:
     def keys(self, at, INDEX: gl.constexpr, PART: gl.constexpr):
         HALVES: gl.constexpr = self.RING.SPAN // TILE
         return tile_of(self.copies.k_smem, at[1], INDEX % HALVES * TILE, tile_width(self.RING, PART, INDEX), 0)
+
+    @gluon.jit
+    def biased(self, s, seen, at, INDEX: gl.constexpr, PART: gl.constexpr):
+        if len(self.copies.bias_smem) > 0:
+            s = self.bias.added(s, _bias_of(self, s, at))
+        return s, seen
 
     @gluon.jit
     def release(self, at, INDEX: gl.constexpr, PART: gl.constexpr):

@@ -12,10 +12,17 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 from ...common.fixed_point import usable_scale
 from ..ptx_ops import fine_probabilities, raised_if_needed, row_exponents, row_factors
 from ..releases import aggregate
-from ..row_ops import both_rows, own_twice, row_largest
+from ..row_ops import beside_rows, both_rows, own_twice, row_largest
 from .layouts import channel_spans, eight_layout, in_memory, is_stored, score_layout, span_starts
 from .query_block import least_of_queries, store_span, stored_beside_outputs
 from .stage_kv import sums_beside
+
+
+@gluon.jit
+def fine_of_row(self, s):
+    """Fine probabilities of a tile of scores."""
+    L: gl.constexpr = s.type.layout
+    return fine_probabilities(s, beside_rows(self.slope, L), beside_rows(self.begin, L), beside_rows(self.constant, L))
 
 
 @aggregate
@@ -35,6 +42,7 @@ class Row:
     least: gl.tensor
     largest: gl.tensor
     most: gl.tensor
+    fine = fine_of_row
 
     @gluon.jit
     def raised(self, s, PART: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
@@ -44,7 +52,7 @@ class Row:
 
 @gluon.jit
 def query_factors(query_bits, scales, RECIPE: gl.constexpr):
-    """(whether scales are usable, multiplier, fraction bits) of a block of queries.
+    """(whether scales are usable, multiplier, fraction bits, drop) of a block of queries.
 
     Args:
         query_bits: float32 bits of the queries' scale, or of each row's.
@@ -55,7 +63,7 @@ def query_factors(query_bits, scales, RECIPE: gl.constexpr):
     if query_bits.type.is_block():
         MASK: gl.constexpr = RECIPE.MASK
         row = row_factors(query_bits, units, MASK, RECIPE.MOST, RECIPE.MOST_BITS)
-    return usable, row[0], row[1]
+    return usable, row[0], row[1], row[2]
 
 
 @gluon.jit
@@ -106,7 +114,7 @@ def finished_outputs(accumulator, sums, AT_END: gl.constexpr, WARPS: gl.constexp
 @gluon.jit
 def store_outputs(
     numerators, rows, usable, output, o_stride_n: gl.constexpr, first, queries, CHANNELS: gl.constexpr, EXACT: gl.constexpr,
-    WARPS: gl.constexpr, ACROSS: gl.constexpr,
+    WARPS: gl.constexpr, ACROSS: gl.constexpr, EMPTY: gl.constexpr = False,
 ):  # fmt: skip
     """Normalise and store a block's outputs.
 
@@ -114,6 +122,7 @@ def store_outputs(
         rows: from :func:`.sm90.query_block.row_inverses`.
         output: means of V's channels; output factors, in shared memory or beside outputs; the pointer to outputs. All but that
             span by span.
+        EMPTY: rows may have no key that takes part.
     """
     means, factors, o_base = output
     SPANS: gl.constexpr = channel_spans(CHANNELS)
@@ -121,7 +130,7 @@ def store_outputs(
     for c in gl.static_range(len(SPANS)):
         store_span(
             numerators[c], rows, usable, _beside_outputs(factors[c], WARPS, ACROSS), means[c], o_base + FROM[c], o_stride_n,
-            first, queries, SPANS[c], EXACT, WARPS, ACROSS,
+            first, queries, SPANS[c], EXACT, WARPS, ACROSS, EMPTY,
         )  # fmt: skip
 
 

@@ -59,6 +59,8 @@ PASSING_BY_FOUR, PASSING_BY_EIGHT = 1.05, 1.01
 APART_KEYS = 1200
 """Keys from which few heads are quantised by launches of their own: between 1025, where that is slower for 6 heads and level
 for 12, and 1370."""
+BIASED_KEYS = 129
+"""Keys from which rows with a float bias are quantised by launches of their own: two tiles of the kernel that streams."""
 FEW_QUERIES = 32
 """Queries of a class token or of pooling, at most: a program works on them for less time than on quantising their keys."""
 
@@ -67,8 +69,6 @@ def _misfit(shape: AttentionShape, capability: tuple[int, int]) -> str | None:
     """Return why no kernel for Hopper takes shapes and recipe like these, or None."""
     if capability[0] != 9:
         return f"it is for Hopper (sm_90), this is sm_{capability[0]}{capability[1]}"
-    if shape.masked:
-        return "it takes no mask, bias or causal order"
     if reason := unusual(shape.recipe):
         return reason
     if shape.head_dim != shape.value_dim or shape.head_dim % 8 or shape.head_dim > 128:
@@ -82,6 +82,8 @@ def resident_misfit(shape: AttentionShape, capability: tuple[int, int]) -> str |
     """Return why :mod:`.sm90.attention_resident` does not take shapes and recipe like these, or None."""
     if reason := _misfit(shape, capability):
         return reason
+    if shape.masked:
+        return "it takes no mask, bias or causal order"
     if shape.keys <= 64:
         return f"it takes more than 64 keys, these are {shape.keys}"
     if shape.fused and shape.queries <= FEW_QUERIES and shape.keys > SHORT_ROW and shape.head_dim > 64:
@@ -103,13 +105,16 @@ def streams(shape: AttentionShape, capability: tuple[int, int]) -> str | None:
     """Return why :mod:`.sm90.attention_streaming` does not know shapes and recipe like these, or None."""
     if reason := _misfit(shape, capability):
         return reason
+    if shape.masked and not shape.biased:
+        return "it takes a bias of 16-bit floats, but no other mask and no causal order"
     if shape.head_dim <= 32:
         return f"it takes more than 32 channels, these are {shape.head_dim}"
     if shape.queries <= FEW_QUERIES:
         return f"it takes more than {FEW_QUERIES} queries, these are {shape.queries}"
-    if SHORT_ROW < shape.keys <= fp.SECTION_KEYS:
+    least = BIASED_KEYS if shape.biased else SHORT_ROW + 1
+    if least <= shape.keys <= fp.SECTION_KEYS:
         return None
-    return f"it takes {SHORT_ROW + 1} to {fp.SECTION_KEYS} keys, these are {shape.keys}"
+    return f"it takes {least} to {fp.SECTION_KEYS} keys, these are {shape.keys}"
 
 
 def streaming_misfit(shape: AttentionShape, capability: tuple[int, int]) -> str | None:

@@ -42,6 +42,16 @@ def _at(self, step, TILE: gl.constexpr, PART: gl.constexpr):
 
 
 @gluon.jit
+def _unseen(self, WARPS: gl.constexpr):
+    return gl.to_tensor(0)
+
+
+@gluon.jit
+def _biased(self, s, seen, step, TILE: gl.constexpr, PART: gl.constexpr):
+    return s, seen
+
+
+@gluon.jit
 def _release(self, step, TILE: gl.constexpr, PART: gl.constexpr):
     pass
 
@@ -83,7 +93,7 @@ class KnownKeys:
     COLUMNS: gl.constexpr
     TILES: gl.constexpr
     STARTS: gl.constexpr
-    at, release, row, again = _at, _release, _row, _again
+    at, unseen, biased, release, row, again = _at, _unseen, _biased, _release, _row, _again
 
     @gluon.jit
     def steps(self, PART: gl.constexpr):
@@ -176,7 +186,7 @@ class PackedKeys:
     COLUMNS: gl.constexpr
     TILES: gl.constexpr
     STARTS: gl.constexpr
-    at, release, row, again = _at, _release, _row, _again
+    at, unseen, biased, release, row, again = _at, _unseen, _biased, _release, _row, _again
 
     @gluon.jit
     def steps(self, PART: gl.constexpr):

@@ -237,7 +237,7 @@ def last_rows(
         factor, shift = _loaded(factor, WARPS), _loaded(shift, WARPS)
         last_sums = last_sums + (_last_sums(sums[c], SUMS, L),)
         last_factors = last_factors + ((_across(factor, D[c], L), _across(shift, D[c], L), _across(half, D[c], L)),)
-    usable, multiplier, fraction_bits = query_factors(query_bits, scales, RECIPE)
+    usable, multiplier, fraction_bits, _ = query_factors(query_bits, scales, RECIPE)
     scores = ()
     for t in gl.static_range(TILES):
         scores = scores + (_last_scores(q_smem, k_smem[t], WARPS),)

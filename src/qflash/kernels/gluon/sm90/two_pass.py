@@ -8,6 +8,7 @@ Equations 3 to 11 (steps 2 to 7 of ``docs/algorithm.md``): :func:`row_maxima`, t
 * ``steps(part)``: the first iteration of that loop and where it ends;
 * ``at(step, tile, part)``: where a tile of an iteration is, for the following;
 * ``keys(at, tile, part)`` and ``values(...)``: it in shared memory, span by span;
+* ``unseen(warps)`` and ``biased(...)``: a tile's scores with what is added to them, and what the first pass notes of that;
 * ``padded(...)``: a tile's scores, with a filler in the columns of keys past the last, or as they are;
 * ``STARTS`` and ``COLUMNS``: a part's first column, and from which one on probabilities are 0;
 * ``release(...)``: these keys are read;
@@ -30,13 +31,13 @@ from .layouts import of_part, part_layout, product_layout, quarter_layout, score
 from .query_block import (
     add_values,
     begin_outputs,
-    exponentiate,
     finished,
     fold_columns,
     quarter_sums,
     row_inverses,
     row_sums,
     start_scores,
+    stored_probabilities,
     sums_of_four,
 )
 from .rows import finished_outputs, store_outputs
@@ -44,9 +45,13 @@ from .rows import finished_outputs, store_outputs
 
 @gluon.jit
 def row_maxima(q, store, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    """First pass: maxima of columns eight apart of a block's scores, int32 (rows, 8), or eight for each warp of a row."""
+    """First pass: maxima of columns eight apart of a block's scores, int32 (rows, 8), or eight for each warp of a row.
+
+    Behind them what the store noted of a bias.
+    """
     largest = gl.full((16 * WARPS, 8 * ACROSS), MASKED, gl.int32, score_layout(8 * ACROSS, WARPS, ACROSS))
     nothing = gl.to_tensor(MASKED)
+    seen = store.unseen(WARPS)
     for part in gl.static_range(len(store.TILES)):
         first, end = store.steps(part)
         for step in range(first, end):
@@ -58,10 +63,11 @@ def row_maxima(q, store, WARPS: gl.constexpr, ACROSS: gl.constexpr):
             for tile in gl.static_range(len(scores)):
                 at = store.at(step, tile, part)
                 s = finished(scores[tile], len(q) * (len(scores) - 1 - tile), WARPS, ACROSS)
+                s, seen = store.biased(s, seen, at, tile, part)
                 s = store.padded(s, nothing, at, tile, part)
                 largest = gl.maximum(largest, fold_columns(s, WARPS, ACROSS))
                 store.release(at, tile, part)
-    return largest
+    return largest, seen
 
 
 @gluon.jit
@@ -83,12 +89,12 @@ def weigh_values(
             for tile in gl.static_range(of_part(store.TILES, part)):
                 at = store.at(step, tile, part)
                 s = finished(start_scores(q, store.keys(at, tile, part), WARPS, ACROSS), 0, WARPS, ACROSS)
+                s, _ = store.biased(s, 0, at, tile, part)
                 store.release(at, tile, part)
                 s = store.padded(row.raised(s, part, WARPS, ACROSS), row.largest, at, tile, part)
-                p, finer = exponentiate(
-                    s, row.slope, row.begin, row.constant, OPERAND, of_part(store.STARTS, part), store.COLUMNS, EXACT, WARPS,
-                    ACROSS,
-                )  # fmt: skip
+                p, finer = stored_probabilities(
+                    row.fine(s), OPERAND, of_part(store.STARTS, part), store.COLUMNS, EXACT, WARPS, ACROSS
+                )
                 operand = p
                 if ACROSS > 1:
                     # A place is filled again after two barriers: all warps had waited for its product before the second.
@@ -120,11 +126,23 @@ def attend_twice(
         RECIPE: :class:`.gluon.constants.Recipe`.
         exchange: shared memory for what ACROSS warps of a row exchange: probabilities, maxima, row sums.
     """
+    largest, _ = row_maxima(q, store, WARPS, ACROSS)
+    attend_again(
+        q, factors, store, largest, sums, output, o_stride_n, first, queries, CHANNELS, WARPS, SUMS, RECIPE, exchange, ACROSS
+    )
+
+
+@gluon.jit
+def attend_again(
+    q, factors, store, largest, sums, output, o_stride_n: gl.constexpr, first, queries, CHANNELS: gl.constexpr,
+    WARPS: gl.constexpr, SUMS: gl.constexpr, RECIPE: gl.constexpr, exchange, ACROSS: gl.constexpr,
+):  # fmt: skip
+    """:func:`attend_twice` from the row maxima on."""
     p_smem, most_smem, total_smem, fine_smem = exchange
     DV: gl.constexpr = value_widths(CHANNELS)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, product_layout(DV[0], WARPS, ACROSS), 4)
-    usable, multiplier, fraction_bits = factors
-    largest = row_maxima(q, store, WARPS, ACROSS)
+    EMPTY: gl.constexpr = RECIPE.MASK == "bias"
+    usable, multiplier, fraction_bits, _ = factors
     if ACROSS > 1:
         most_smem.store(gl.max(gl.reshape(largest, (16 * WARPS, ACROSS, 8)), 2))
         largest = most_smem.load(part_layout(WARPS, ACROSS))
@@ -138,4 +156,4 @@ def attend_twice(
     total, fine, count = store.sums(total, fine, row.most, RECIPE.EXACT)
     rows = row_inverses(total, fine, count, RECIPE.EXACT)
     numerators = finished_outputs(accumulator, sums, SUMS == "end", WARPS, ACROSS)
-    store_outputs(numerators, rows, usable, output, o_stride_n, first, queries, CHANNELS, RECIPE.EXACT, WARPS, ACROSS)
+    store_outputs(numerators, rows, usable, output, o_stride_n, first, queries, CHANNELS, RECIPE.EXACT, WARPS, ACROSS, EMPTY)

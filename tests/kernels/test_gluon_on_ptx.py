@@ -411,6 +411,36 @@ def test_long_hopper_biased(
 
 
 @pytest.mark.parametrize(
+    ("keys", "head_dim", "dtype", "change", "scale", "recipe"),
+    [
+        (196, 64, torch.float16, _no_marks, 0.1, DEFAULT),
+        (197, 64, torch.bfloat16, _marks, 0.1, DEFAULT.replace(smooth_value=True)),
+        (130, 80, torch.float16, _hidden, 0.1, DEFAULT.replace(query_granularity="head", smooth_value=True)),
+        (72, 40, torch.bfloat16, _no_marks, 0.1, DEFAULT.replace(smooth_key=False)),
+        (256, 32, torch.float16, _no_marks, 300.0, DEFAULT),
+    ],
+)
+def test_hopper_biased(
+    emulated: Load, keys: int, head_dim: int, dtype: torch.dtype, change: Callable[..., None], scale: float, recipe: Recipe
+) -> None:
+    """Short rows with a float bias that repeats after two batch elements, quantised on the way; hidden tokens are replaced."""
+    emulated("kernels.test_launch_recorder")
+    generator = torch.Generator().manual_seed(keys)
+    query, key, value = (torch.randn(4, 1, n, head_dim, generator=generator).to(dtype) for n in (70, keys, keys))
+    bias = (3 * torch.randn(2, 1, 70, keys, generator=generator)).to(dtype)
+    change(bias)
+    call = float_call(query, key, value, bias, False, scale, recipe)
+    call = dataclasses.replace(call, places=launch_places(call))
+    out = torch.empty_like(query)
+    launches = attention_launches(call, out)
+    packing = ["pack_bias_kernel"] if keys % 4 else []
+    assert [launch.kernel.__name__ for launch in launches] == [*packing, "hopper_kernel"]
+    for launch in launches:
+        launch.run()
+    assert same_bits(out, execution.attention(query, key, value, bias, False, scale, recipe.key, "reference"))
+
+
+@pytest.mark.parametrize(
     ("keys", "head_dim", "dtype", "recipe", "blocks"),
     [
         (600, 64, torch.float16, DEFAULT, 4),

@@ -47,6 +47,7 @@ class Plan:
         UNROLL: tiles of 128 keys an iteration where keys are passed over twice; 0 where registers hold the scores.
         BLOCKS, HEADS: blocks a head and heads a batch element where programs pass from head to head; else 0.
         SPREAD: the first programs of all heads come before the second ones.
+        PLACES: (float) tokens of key and value are taken from the places at ``place_ptr`` (:mod:`.triton.unseen_tokens`).
         POLICY: the L2 eviction policy of what is read.
         DEPENDENT: see :func:`..heuristics.dependent_launch`.
     """
@@ -59,6 +60,7 @@ class Plan:
     BLOCKS: int
     HEADS: int
     SPREAD: bool
+    PLACES: bool = False
     POLICY: str = ""
     DEPENDENT: str = ""
 
@@ -119,7 +121,8 @@ class Strides:
         q, k, v, o: (z, h, n).
         qs, ks: of scales of queries and of keys, (z, h, n).
         vs, os, vo: of scales of values and outputs, and of offsets, (z, h, d).
-        mask: of a bias.
+        mask: of a bias, (z, h, m, n).
+        place: of the places of tokens, (z, h).
 
     Kernels that are compiled for the strides of rows alone have (n,) of each tensor, and (m, n) of a bias.
     """
@@ -134,6 +137,7 @@ class Strides:
     os: tuple[int, ...] = ()
     vo: tuple[int, ...] = ()
     mask: tuple[int, ...] = ()
+    place: tuple[int, ...] = ()
 
 
 def recipe_of(arguments: Mapping[str, Any]) -> Recipe:
@@ -154,6 +158,9 @@ def strides_of(arguments: Mapping[str, Any], scales: bool) -> Strides:
         return tuple(arguments[f"{name}_stride_{axis}"] for axis in axes)
 
     tensors = {name: strides(name, "zhn") for name in "qkvo"}
+    for name, axes in (("mask", "zhmn"), ("place", "zh")):
+        if f"{name}_stride_z" in arguments:
+            tensors[name] = strides(name, axes)
     if scales:
         tensors |= {name: strides(name, "zhn" if name in ("qs", "ks") else "zhd") for name in ("qs", "ks", "vs", "os", "vo")}
     return Strides(**tensors)

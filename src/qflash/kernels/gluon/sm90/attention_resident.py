@@ -48,16 +48,20 @@ from ... import tiles
 from ...common.dependent_launch import wait_for_kernels
 from ...common.fixed_point import twice_mean
 from ...common.quantize_ops import amplitude_to_scale, nan_max
+from ...common.tile_ops import POISON
 from ..ptx_ops import (
     keep_apart,
+    numbers_of,
     output_factors,
     raised_if_needed,
     score_scales,
     wait_for_copies,
 )
 from ..releases import barrier
-from ..row_ops import row_sum
+from ..row_ops import row_largest, row_sum
+from .bias import Bias, MarkedBias, NoBias, is_doubtful
 from .layouts import (
+    bias_layout,
     channel_spans,
     depth,
     exchanged_widths,
@@ -135,10 +139,56 @@ def _means_of(x, INVERSE_COUNT: gl.constexpr):
 
 
 @gluon.jit
+def _load_bias(
+    base, stride_m: gl.constexpr, first, queries, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """A tile of a bias, in the layout of scores and the order of their keys; past the last query and key these are repeated."""
+    ROWS: gl.constexpr = 16 * WARPS
+    L: gl.constexpr = bias_layout(WIDTH, WARPS)
+    row = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)), queries - 1)
+    n = START + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))
+    if START + WIDTH > KEYS:
+        n = gl.minimum(n, KEYS - 1)
+    x = gl.load(base + (row[:, None] * stride_m + n[None, :]))
+    if WIDTH >= 32:
+        x = gl.reshape(gl.permute(gl.reshape(x, (ROWS, WIDTH // 16, 4, 2, 2)), (0, 1, 3, 2, 4)), (ROWS, WIDTH))
+    return gl.convert_layout(x, score_layout(WIDTH, WARPS), assert_trivial=True)
+
+
+@gluon.jit
+def _finished_scores(
+    scores, bias, bias_base, stride_m: gl.constexpr, first, queries, KEYS: gl.constexpr, AHEAD: gl.constexpr,
+    SPANS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr, BIASED: gl.constexpr,
+):  # fmt: skip
+    """All tiles of scores, with a bias if there is one; maxima of columns eight apart; what is noted of the bias.
+
+    AHEAD products were started behind them.
+    """
+    WIDTHS: gl.constexpr = row_widths(KEYS, ACROSS)
+    STARTS: gl.constexpr = row_starts(KEYS)
+    TILES: gl.constexpr = len(WIDTHS)
+    seen = bias.unseen(WARPS)
+    ready = ()
+    for t in gl.static_range(TILES):
+        s = finished(scores[t], SPANS * (TILES - 1 - t + AHEAD), WARPS, ACROSS)
+        if BIASED:
+            tile = _load_bias(bias_base, stride_m, first, queries, STARTS[t], WIDTHS[t], KEYS, WARPS)
+            seen = bias.noted(seen, tile, 0, False)
+            s = bias.added(s, tile)
+        ready = ready + (s,)
+        if t == 0:
+            largest = fold_columns(s, WARPS, ACROSS)
+        else:
+            largest = gl.maximum(largest, fold_columns(s, WARPS, ACROSS))
+    return ready, largest, seen
+
+
+@gluon.jit
 def _attend_in_registers(
-    q, scores, query_bits, scales, v_smem, exchange, sums, output, o_stride_n: gl.constexpr, first, queries,
+    q, scores, query_bits, scales, v_smem, exchange, sums, output, masking, o_stride_n: gl.constexpr, first, queries,
     CHANNELS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr, SUMS: gl.constexpr,
-    RECIPE: gl.constexpr,
+    RECIPE: gl.constexpr, stride_m: gl.constexpr,
 ):  # fmt: skip
     """Attention of a block of queries from scores that registers hold, to stored outputs.
 
@@ -149,18 +199,19 @@ def _attend_in_registers(
         sums: -127 times V's channel sums, from :func:`.sm90.stage_kv.stored_sums`; if they are added at the end and registers
             allow, from :func:`.sm90.stage_kv.sums_beside`.
         output: means of V's channels, from the former, too; output factors; the pointer to outputs.
+        masking: with a bias the pointer to it, whose rows are ``stride_m`` apart, and the keys in shared memory.
     """
     means, factors, o_base = output
-    p_smem, most_smem, total_smem, fine_smem = exchange
+    _, most_smem, _, _ = exchange
+    bias_base, _ = masking
     M: gl.constexpr = 16 * WARPS
     SPANS: gl.constexpr = len(v_smem[0])
-    WIDTHS: gl.constexpr = row_widths(KEYS, ACROSS)
-    STARTS: gl.constexpr = row_starts(KEYS)
-    TILES: gl.constexpr = len(WIDTHS)
+    TILES: gl.constexpr = len(row_widths(KEYS, ACROSS))
     PV: gl.constexpr = product_layout(v_smem[0][0].shape[0], WARPS, ACROSS)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PV, 4)
     PRODUCTS: gl.constexpr = SUMS == "products"
     BEHIND: gl.constexpr = TILES if PRODUCTS else 0
+    BIASED: gl.constexpr = RECIPE.MASK == "bias"
     accumulator = ()
     if PRODUCTS:
         accumulator = begin_outputs(sums, value_widths(CHANNELS), SUMS == "begin", WARPS, ACROSS)
@@ -168,12 +219,14 @@ def _attend_in_registers(
             # -127 times the sums of V's channels, in every row
             number = gl.full((M, v_smem[t][0].shape[1]), -127, gl.int8, OPERAND)
             accumulator = add_values(accumulator, number, v_smem[t], WARPS, ACROSS)
-    usable, multiplier, fraction_bits, _ = query_factors(query_bits, scales, RECIPE)
-    ready = (finished(scores[0], SPANS * (TILES - 1 + BEHIND), WARPS, ACROSS),)
-    largest = fold_columns(ready[0], WARPS, ACROSS)
-    for t in gl.static_range(1, TILES):
-        ready = ready + (finished(scores[t], SPANS * (TILES - 1 - t + BEHIND), WARPS, ACROSS),)
-        largest = gl.maximum(largest, fold_columns(ready[t], WARPS, ACROSS))
+    usable, multiplier, fraction_bits, drop = query_factors(query_bits, scales, RECIPE)
+    if BIASED:
+        bias = Bias(multiplier, drop, bias_base.dtype.element_ty)
+    else:
+        bias = NoBias(0)
+    ready, largest, seen = _finished_scores(
+        scores, bias, bias_base, stride_m, first, queries, KEYS, BEHIND, SPANS, WARPS, ACROSS, BIASED
+    )
     if PRODUCTS and RECIPE.EXACT:
         means = ()
         finished_sums = ()
@@ -185,23 +238,82 @@ def _attend_in_registers(
     if ACROSS > 1:
         most_smem.store(gl.max(gl.reshape(largest, (M, ACROSS, 8)), 2))
         largest = most_smem.load(part_layout(WARPS, ACROSS))
-    row_max = row_maximum(largest, multiplier, WARPS, ACROSS)
+    if BIASED:
+        row_max = row_largest(largest)
+    else:
+        row_max = row_maximum(largest, multiplier, WARPS, ACROSS)
     if RECIPE.QUANTIZE and WARPS == 4 and ACROSS == 1:
         # measured: with three programs per SM 2 to 3 % faster in several waves, 2 to 3 % slower in one wave
         keep_apart(scales[2][2], 2)
-    if KEYS > SHORT_ROW:
-        bounding = q
+    output = means, factors, o_base
+    if BIASED:
+        most = row_largest(numbers_of(seen, bias.DTYPE))
+        if is_doubtful(most, drop, M):
+            _attend_marked(
+                q, (usable, multiplier, fraction_bits, drop), most, accumulator, v_smem, exchange, sums, output, masking,
+                o_stride_n, first, queries, CHANNELS, KEYS, WARPS, ACROSS, SUMS, RECIPE, stride_m,
+            )  # fmt: skip
+        else:
+            _weigh_in_registers(
+                ready, bias.row(row_max, fraction_bits, RECIPE.OFFSET, M), accumulator, v_smem, exchange, sums, output, usable,
+                o_stride_n, first, queries, CHANNELS, KEYS, WARPS, ACROSS, SUMS, RECIPE,
+            )  # fmt: skip
     else:
-        # on three programs per SM there are no registers for queries beside scores
-        bounding = ()
-    row = row_numbers(bounding, row_max, multiplier, fraction_bits, CHANNELS, RECIPE.OFFSET, WARPS)
+        if KEYS > SHORT_ROW:
+            bounding = q
+        else:
+            # on three programs per SM there are no registers for queries beside scores
+            bounding = ()
+        row = row_numbers(bounding, row_max, multiplier, fraction_bits, CHANNELS, RECIPE.OFFSET, WARPS)
+        _weigh_in_registers(
+            ready, row, accumulator, v_smem, exchange, sums, output, usable, o_stride_n, first, queries, CHANNELS, KEYS, WARPS,
+            ACROSS, SUMS, RECIPE,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _attend_marked(
+    q, factors, most, accumulator, v_smem, exchange, sums, output, masking, o_stride_n: gl.constexpr, first, queries,
+    CHANNELS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr, SUMS: gl.constexpr,
+    RECIPE: gl.constexpr, stride_m: gl.constexpr,
+):  # fmt: skip
+    """:func:`_attend_in_registers` with :class:`.sm90.bias.MarkedBias`; ``most`` is the largest bias of each row."""
+    usable, multiplier, fraction_bits, drop = factors
+    bias_base, k_smem = masking
+    SPANS: gl.constexpr = len(v_smem[0])
+    WIDTHS: gl.constexpr = row_widths(KEYS, ACROSS)
+    bias = MarkedBias(multiplier, drop, fraction_bits, most)
+    scores = _all_scores(q, k_smem, WIDTHS, WARPS, ACROSS)
+    ready, largest, _ = _finished_scores(scores, bias, bias_base, stride_m, first, queries, KEYS, 0, SPANS, WARPS, ACROSS, True)
+    row_max = row_largest(largest)
+    _weigh_in_registers(
+        ready, bias.row(row_max, fraction_bits, RECIPE.OFFSET, 16 * WARPS), accumulator, v_smem, exchange, sums, output,
+        usable & (row_max < POISON), o_stride_n, first, queries, CHANNELS, KEYS, WARPS, ACROSS, SUMS, RECIPE,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _weigh_in_registers(
+    ready, row, accumulator, v_smem, exchange, sums, output, usable, o_stride_n: gl.constexpr, first, queries,
+    CHANNELS: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr, SUMS: gl.constexpr,
+    RECIPE: gl.constexpr,
+):  # fmt: skip
+    """:func:`_attend_in_registers` from the numbers of rows on: probabilities, products with V, stored outputs."""
+    p_smem, _, total_smem, fine_smem = exchange
+    WIDTHS: gl.constexpr = row_widths(KEYS, ACROSS)
+    STARTS: gl.constexpr = row_starts(KEYS)
+    TILES: gl.constexpr = len(WIDTHS)
+    PV: gl.constexpr = product_layout(v_smem[0][0].shape[0], WARPS, ACROSS)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, PV, 4)
+    PRODUCTS: gl.constexpr = SUMS == "products"
+    BIASED: gl.constexpr = RECIPE.MASK == "bias"
     EIGHT: gl.constexpr = score_layout(8 * ACROSS, WARPS, ACROSS)
     APART: gl.constexpr = PRODUCTS or is_crowded(KEYS)
-    if not APART:
+    if not (APART or BIASED):
         ready = raised_if_needed(ready, row.least, EIGHT, ACROSS)
     for t in gl.static_range(TILES):
         s = ready[t]
-        if APART:
+        if APART and not BIASED:
             # a program alone on its SM is faster if it starts on the first tile, though each tile costs a branch
             s = raised_if_needed((s,), row.least, EIGHT, ACROSS)[0]
         p, finer = stored_probabilities(row.fine(s), OPERAND, STARTS[t], KEYS, RECIPE.EXACT, WARPS, ACROSS)
@@ -244,8 +356,7 @@ def _attend_in_registers(
     COUNT: gl.constexpr = stored_columns(WIDTHS)
     numerators = finished_outputs(accumulator, sums, SUMS == "end", WARPS, ACROSS)
     rows = row_inverses(total, fine, COUNT, RECIPE.EXACT)
-    output = means, factors, o_base
-    store_outputs(numerators, rows, usable, output, o_stride_n, first, queries, CHANNELS, RECIPE.EXACT, WARPS, ACROSS)
+    store_outputs(numerators, rows, usable, output, o_stride_n, first, queries, CHANNELS, RECIPE.EXACT, WARPS, ACROSS, BIASED)
 
 
 @gluon.jit
@@ -306,12 +417,12 @@ def _head(
     """Attention of blocks ``block``, ``block + step``, ... below ``blocks`` of one head.
 
     Args:
-        tensors: pointers to the head in query, key, value and output.
+        tensors: pointers to the head in query, key, value, output, bias and the places of tokens.
         scales: pointers to its scales.
         memory: from :func:`_allocate`; no thread uses it any more.
         last_too: whether this program also computes the tail queries, TAIL at most, after the last block.
     """
-    q_base, k_base, v_base, o_base = tensors
+    q_base, k_base, v_base, o_base, bias_base, place = tensors
     qs_base, ks_base, vs_base, os_base, vo_base = scales
     k_smem, v_tall, k_whole, v_whole, p_smem, most_smem, total_smem, fine_smem = memory
     DTYPE: gl.constexpr = q_base.dtype.element_ty
@@ -344,10 +455,12 @@ def _head(
     EARLY: gl.constexpr = RECIPE.QUANTIZE and RECIPE.QUERY_TOKEN and not PLAN.LOOPS and TOGETHER and not is_crowded(KEYS)
     if RECIPE.QUANTIZE:
         # all loads are issued before the first use, as far as registers allow
-        k = all_quads(k_base, STRIDES.k[2], WIDTHS, KEYS, HEAD_DIM, True, ALL, POLICY, True)
+        k = all_quads(k_base, STRIDES.k[2], WIDTHS, KEYS, HEAD_DIM, True, ALL, POLICY, True, place, PLAN.PLACES)
         v = ()
         if TOGETHER:
-            v = all_quads(v_base, STRIDES.v[2], WIDTHS, KEYS, HEAD_DIM, False, ALL, POLICY, RECIPE.VALUE_OFFSET)
+            v = all_quads(
+                v_base, STRIDES.v[2], WIDTHS, KEYS, HEAD_DIM, False, ALL, POLICY, RECIPE.VALUE_OFFSET, place, PLAN.PLACES
+            )
         if EARLY:
             # queries arrive first, and until keys and values do there is nothing else to compute
             q, query_bits = read_queries(
@@ -356,7 +469,9 @@ def _head(
         key_bits = quantize_keys(k, k_smem, constant_mantissa, RECIPE.CENTER, ALL)
         if not TOGETHER:
             # registers suffice for keys or for values, not for both
-            v = all_quads(v_base, STRIDES.v[2], WIDTHS, KEYS, HEAD_DIM, False, ALL, POLICY, RECIPE.VALUE_OFFSET)
+            v = all_quads(
+                v_base, STRIDES.v[2], WIDTHS, KEYS, HEAD_DIM, False, ALL, POLICY, RECIPE.VALUE_OFFSET, place, PLAN.PLACES
+            )
         if not RECIPE.QUERY_TOKEN:
             # one scale for the head's queries: a pass to find it; they are loaded again for the blocks
             words = load_queries(q_base, STRIDES.q[2], 0, queries, HEAD_DIM, WARPS, ACROSS, "")
@@ -441,10 +556,11 @@ def _head(
 
     exchange = p_smem, most_smem, total_smem, fine_smem
     output = means, factors, o_base
+    masking = bias_base, k_smem
     if EARLY:
         _attend_in_registers(
-            q, scores, query_bits, query_scales, v_smem, exchange, sums, output, STRIDES.o[2], block * BLOCK_M, queries,
-            HEAD_DIM, KEYS, WARPS, ACROSS, SUMS, RECIPE,
+            q, scores, query_bits, query_scales, v_smem, exchange, sums, output, masking, STRIDES.o[2], block * BLOCK_M,
+            queries, HEAD_DIM, KEYS, WARPS, ACROSS, SUMS, RECIPE, STRIDES.mask[2],
         )  # fmt: skip
         for i in gl.static_range(TILES):
             # Triton sees the last use of the keys where products start; these still read the keys afterwards
@@ -469,8 +585,8 @@ def _head(
             else:
                 scores = _all_scores(q, k_smem, WIDTHS, WARPS, ACROSS)
                 _attend_in_registers(
-                    q, scores, query_bits, query_scales, v_smem, exchange, sums, output, STRIDES.o[2], first, queries, HEAD_DIM,
-                    KEYS, WARPS, ACROSS, SUMS, RECIPE,
+                    q, scores, query_bits, query_scales, v_smem, exchange, sums, output, masking, STRIDES.o[2], first, queries,
+                    HEAD_DIM, KEYS, WARPS, ACROSS, SUMS, RECIPE, STRIDES.mask[2],
                 )  # fmt: skip
 
     if PLAN.TAIL:
@@ -482,17 +598,18 @@ def _head(
 
 
 # Compiled once for all batches: Triton would otherwise specialise these on 1 and on multiples of 16.
-@gluon.jit(do_not_specialize=("share", "total"))
+@gluon.jit(do_not_specialize=("period", "share", "total"))
 def hopper_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, vo_ptr, queries, constant_mantissa, constant_exponent,
-    share, total, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, BLOCK_M: gl.constexpr,
-    STRIDES: gl.constexpr, RECIPE: gl.constexpr, PLAN: gl.constexpr,
+    q_ptr, k_ptr, v_ptr, o_ptr, mask_ptr, place_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, vo_ptr, queries, constant_mantissa,
+    constant_exponent, period, share, total, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr,
+    BLOCK_M: gl.constexpr, STRIDES: gl.constexpr, RECIPE: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """Attention of blocks of queries; launched by :func:`.dispatch.launch_attention` and :func:`.dispatch.launch_fused`.
 
     Which blocks a program takes: with ``PLAN.BLOCKS``, ``share`` consecutive ones of the ``total`` blocks
     of all heads, head after head; else, every n-th block of the one head that its
-    place in the grid names. STRIDES, RECIPE and PLAN are of :mod:`.gluon.constants`.
+    place in the grid names. A bias and the places of tokens repeat after ``period`` batch elements. STRIDES, RECIPE and PLAN
+    are of :mod:`.gluon.constants`.
     """
     DEPENDENT: gl.constexpr = PLAN.DEPENDENT
     wait_for_kernels(DEPENDENT)
@@ -524,6 +641,8 @@ def hopper_kernel(
             k_ptr + z * STRIDES.k[0] + kv_head * STRIDES.k[1],
             v_ptr + z * STRIDES.v[0] + kv_head * STRIDES.v[1],
             o_ptr + z * STRIDES.o[0] + h * STRIDES.o[1],
+            mask_ptr + z % period * STRIDES.mask[0] + h * STRIDES.mask[1],
+            place_ptr + z % period * STRIDES.place[0] + kv_head * STRIDES.place[1],
         )
         scales = (
             qs_ptr.to(gl.pointer_type(gl.int32)) + z * STRIDES.qs[0] + h * STRIDES.qs[1],

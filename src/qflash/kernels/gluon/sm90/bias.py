@@ -176,7 +176,7 @@ def _fine_of_marked(z, row_max, fraction_bits, OFFSET: gl.constexpr):
 
 
 @gluon.jit
-def _is_doubtful(largest, drop, ROWS: gl.constexpr):
+def is_doubtful(largest, drop, ROWS: gl.constexpr):
     """Whether :class:`Bias` may be wrong for any row of the program."""
     size = gl.abs(largest)
     doubt = gl.where(size <= MOST_BIAS_MAXIMUM, 0, 1) | gl.where(drop < LEAST_DROP, 1, 0)
@@ -206,7 +206,7 @@ def attend_biased(
     """:func:`.sm90.two_pass.attend_twice` where ``store`` has a :class:`Bias`."""
     found, seen = row_maxima(q, store, WARPS, 1)
     largest = row_largest(numbers_of(seen, store.bias.DTYPE))
-    if _is_doubtful(largest, store.bias.drop, 16 * WARPS):
+    if is_doubtful(largest, store.bias.drop, 16 * WARPS):
         _attend_marked(q, factors, store, largest, sums, output, o_stride_n, first, queries, CHANNELS, WARPS, SUMS, RECIPE)
     else:
         attend_again(

@@ -30,6 +30,7 @@ from ...launch_arguments import (
     launch_options,
     needs_wide_offsets,
     parts,
+    place_arguments,
     row_arguments,
     side_by_side,
 )
@@ -105,6 +106,23 @@ def _streaming_kernel() -> Any:
     return long_hopper_kernel
 
 
+def _with_aligned_bias(request: KernelRequest, piece: int) -> tuple[KernelRequest, list[KernelLaunch]]:
+    """Return the request with a bias whose rows are read ``piece`` bytes at a time, and the launches that copy it if they must.
+
+    Its rows are those of one matrix, whatever its heads and batch.
+    """
+    call = request.call
+    if call.mask is None:
+        return request, []
+    stride_z, stride_h, stride_m = broadcast_strides(call.mask, (0, 1, 2))
+    whole = piece // call.mask.element_size()
+    fits = call.mask.shape[2:] == (call.queries, call.keys) and call.mask.stride(3) == 1 and stride_m >= call.keys
+    if fits and not (call.mask.data_ptr() % 16 or stride_m % whole or stride_z % stride_m or stride_h % stride_m):
+        return request, []
+    mask, launches = pack_bias(call.mask, call.queries, call.keys)
+    return dataclasses.replace(request, call=dataclasses.replace(call, mask=mask)), launches
+
+
 # --- a row's keys and values in shared memory ---------------------------------------------------------------
 
 
@@ -115,6 +133,8 @@ def resident_refusal(request: KernelRequest, tiles: Tiles) -> str | None:
         return reason
     if request.unquantisable:
         return request.unquantisable
+    if call.mask is not None and not request.fused:
+        return "beside int8 it takes no bias"
     if not fits_block(tiles.block_m, tiles.warps, call.head_dim, call.keys):
         return f"it has no registers for {tiles}"
     if call.query.element_size() > 2:
@@ -139,20 +159,20 @@ def _refusal(request: KernelRequest, misfit: str | None, tiles: Tiles, families:
 
 def resident_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch]:
     """Spell out the launches of :mod:`.sm90.attention_resident`."""
-    call, kernel = request.call, _resident_kernel()
-    work = request.work
+    kernel = _resident_kernel()
+    request, launches = _with_aligned_bias(request, 8)
+    call, work = request.call, request.work
     tiles = split_sm90_resident(tiles, work)
     plan, dependent, policy = division(tiles, work, call.heads), dependent_attention(request), ""
     if request.fused and plan.UNROLL:
         # measured: where keys are read once 1 % at most, or slower; on int8 not yet
         policy = eviction_policy(call.query, call.key, call.value, request.output)
-    plan = dataclasses.replace(plan, POLICY=policy, DEPENDENT=dependent)
+    plan = dataclasses.replace(plan, PLACES=call.places is not None, POLICY=policy, DEPENDENT=dependent)
     constants = row_arguments(request, tiles)
-    constants |= {"RECIPE": recipe_of(constants), "PLAN": plan}
+    constants |= {"RECIPE": recipe_of(constants), "PLAN": plan, "period": 1 if call.mask is None else call.mask.shape[0]}
     options = launch_options(tiles) | {"launch_pdl": dependent != ""}
     columns = 128 * plan.UNROLL if plan.UNROLL else sum(row_widths(call.keys))
     scores = ScoreTile(tiles.block_m, columns, whole=not plan.UNROLL)
-    launches = []
     for part in parts(request):
         grid = (tiles.splits, call.heads, part.batch)
         total = plan.BLOCKS * call.heads * part.batch
@@ -161,22 +181,14 @@ def resident_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch
             grid = (call.heads, part.batch, tiles.splits)
         elif total:
             grid = (triton.cdiv(total, share), 1, 1)
-        arguments = part.arguments | constants | {"share": share, "total": total, "STRIDES": strides_of(part.arguments, True)}
+        arguments = part.arguments | place_arguments(request, part)
+        arguments |= constants | {"share": share, "total": total, "STRIDES": strides_of(arguments, True)}
         arguments = kernel_arguments(kernel, arguments, {})
         launches.append(KernelLaunch(kernel, grid, arguments, options, "sm90.resident", scores))
     return launches
 
 
 # --- keys and values that pass through shared memory --------------------------------------------------------
-
-
-def _rows_of_bias(mask: torch.Tensor, queries: int, keys: int) -> tuple[int, int] | None:
-    """Return of a bias that the copy engine can read the rows of its matrix a batch element and a head, or None."""
-    stride_z, stride_h, stride_m = broadcast_strides(mask, (0, 1, 2))
-    fits = mask.shape[2:] == (queries, keys) and mask.stride(3) == 1
-    if not fits or mask.data_ptr() % 16 or stride_m < keys or stride_m % 8 or stride_z % stride_m or stride_h % stride_m:
-        return None
-    return stride_z // stride_m, stride_h // stride_m
 
 
 def rows_of_keys(key: torch.Tensor) -> tuple[int, int, int] | None:
@@ -284,8 +296,8 @@ def _streaming_kernel_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _bias_arguments(mask: torch.Tensor, queries: int, keys: int, block_m: int) -> dict[str, Any]:
     """Return what :mod:`.sm90.attention_streaming` takes of a bias."""
-    rows, stride = _rows_of_bias(mask, queries, keys), mask.stride(2)
-    assert rows is not None
+    stride_z, stride_h, stride = broadcast_strides(mask, (0, 1, 2))
+    rows = stride_z // stride, stride_h // stride
     count = (mask.shape[0] - 1) * rows[0] + (mask.shape[1] - 1) * rows[1] + queries
     desc = _matrix(mask, count, keys, stride, (block_m, _STREAMING_TILE))
     return {"bias_desc": desc, "bias_rows_z": rows[0], "bias_rows_h": rows[1], "bias_period": mask.shape[0]}
@@ -327,11 +339,8 @@ def streaming_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunc
             key, more = pack_key(key)
             launches += more
         call = dataclasses.replace(call, key=key, value=value)
-    if call.mask is not None and _rows_of_bias(call.mask, call.queries, call.keys) is None:
-        mask, more = pack_bias(call.mask, call.queries, call.keys)
-        launches += more
-        call = dataclasses.replace(call, mask=mask)
-    request = dataclasses.replace(request, call=call)
+    request, more = _with_aligned_bias(dataclasses.replace(request, call=call), 16)
+    call, launches = request.call, launches + more
     tiles = tiles._replace(block_m=64, warps=4, registers=_streaming_registers(call.head_dim))
     constants = call_arguments(request, tiles) | {"keys": call.keys, "inverse_count": fp.inverse_count(call.keys)}
     constants["RECIPE"] = recipe_of(constants | {"QUANTIZE": call.query.dtype != torch.int8})

@@ -190,6 +190,15 @@ def score_layout(columns, warps, across=1):
 
 
 @gluon.constexpr_function
+def bias_layout(columns, warps):
+    """Return a layout of a bias as in memory: where keys are in key order, a lane has four neighbours of every sixteen."""
+    if columns < 32:
+        return score_layout(columns, warps)
+    wide = [[0, bit] for bit in (16, 32, 64) if bit < columns]
+    return rows_layout(columns, [[0, 1], [0, 2], [8, 0], *wide], (4, 8), warps)
+
+
+@gluon.constexpr_function
 def quarter_layout(warps, across=1):
     """Return a layout of (rows, 4) for each of ``across`` warps: one number per row for each lane that shares the row."""
     return rows_layout(4 * across, [[8, 0]], (1, 2), warps, across, 4)

@@ -59,8 +59,8 @@ PASSING_BY_FOUR, PASSING_BY_EIGHT = 1.05, 1.01
 APART_KEYS = 1200
 """Keys from which few heads are quantised by launches of their own: between 1025, where that is slower for 6 heads and level
 for 12, and 1370."""
-BIASED_KEYS = 129
-"""Keys from which rows with a float bias are quantised by launches of their own: two tiles of the kernel that streams."""
+BIASED_KEYS_OF_THREE = 144
+"""Keys of rows with a bias, at most, of which three programs a processor have registers; with more they would spill."""
 FEW_QUERIES = 32
 """Queries of a class token or of pooling, at most: a program works on them for less time than on quantising their keys."""
 
@@ -78,12 +78,17 @@ def _misfit(shape: AttentionShape, capability: tuple[int, int]) -> str | None:
     return None
 
 
+def _holds_biased(keys: int, head_dim: int) -> bool:
+    """Tell whether :mod:`.sm90.attention_resident` takes rows with a bias, by warps that have sixteen queries each."""
+    return keys <= SHORT_ROW and widest_span(head_dim) <= 64
+
+
 def resident_misfit(shape: AttentionShape, capability: tuple[int, int]) -> str | None:
     """Return why :mod:`.sm90.attention_resident` does not take shapes and recipe like these, or None."""
     if reason := _misfit(shape, capability):
         return reason
-    if shape.masked:
-        return "it takes no mask, bias or causal order"
+    if shape.masked and not (shape.biased and shape.fused and _holds_biased(shape.keys, shape.head_dim)):
+        return "it takes a bias of 16-bit floats beside float tensors, up to 256 keys of up to 96 channels, and no other mask"
     if shape.keys <= 64:
         return f"it takes more than 64 keys, these are {shape.keys}"
     if shape.fused and shape.queries <= FEW_QUERIES and shape.keys > SHORT_ROW and shape.head_dim > 64:
@@ -111,7 +116,8 @@ def streams(shape: AttentionShape, capability: tuple[int, int]) -> str | None:
         return f"it takes more than 32 channels, these are {shape.head_dim}"
     if shape.queries <= FEW_QUERIES:
         return f"it takes more than {FEW_QUERIES} queries, these are {shape.queries}"
-    least = BIASED_KEYS if shape.biased else SHORT_ROW + 1
+    # two tiles at least
+    least = 129 if shape.biased and not _holds_biased(shape.keys, shape.head_dim) else SHORT_ROW + 1
     if least <= shape.keys <= fp.SECTION_KEYS:
         return None
     return f"it takes {least} to {fp.SECTION_KEYS} keys, these are {shape.keys}"
@@ -167,14 +173,14 @@ def tail_columns(tiles: Tiles, queries: int, head_dim: int) -> int:
 
 def _split_in_registers(tiles: Tiles, work: Work) -> Tiles:
     """:func:`split_sm90_resident` where registers hold a row's scores."""
-    queries, keys, heads, head_dim, fused, _, by_channel, processors = work
+    queries, keys, heads, head_dim, fused, masked, by_channel, processors = work
     narrow, wide = head_dim <= 64, widest_span(head_dim) > 64
     # programs that a processor has room for: more keys and wide heads take registers, and eight warps take all of them
-    places = 3 if narrow and keys <= SHORT_ROW else 1 if tiles.warps == 8 else 2
+    places = 3 if narrow and keys <= (BIASED_KEYS_OF_THREE if masked else SHORT_ROW) else 1 if tiles.warps == 8 else 2
     blocks = triton.cdiv(queries, tiles.block_m)
     splits = min(blocks, tiles.splits or max(1, places * processors // max(1, heads)))
     if not tiles.splits:
-        if splits * heads <= processors and (fused or not narrow):
+        if splits * heads <= processors and (fused or not narrow) and not masked:
             # processors are left over, so the call takes as long as one warp's chain of instructions: two warps share it
             return tiles._replace(warps=8, splits=splits)
         if splits * heads > processors >= heads > 0:
@@ -309,7 +315,7 @@ def division(tiles: Tiles, work: Work, heads: int) -> Plan:
         tiles: from :func:`split_sm90_resident`.
         heads: of one batch element.
     """
-    queries, keys, all_heads, head_dim, fused, *_, processors = work
+    queries, keys, all_heads, head_dim, fused, masked, _, processors = work
     across, splits = tiles.across, tiles.splits
     blocks = triton.cdiv(queries, tiles.block_m)
     twice = not row_fits_registers(keys, across)
@@ -322,7 +328,7 @@ def division(tiles: Tiles, work: Work, heads: int) -> Plan:
         pays = False
     else:
         pays = not (twice and tiles.registers)
-    tail = tail_columns(tiles, queries, head_dim) if loops and pays else 0
+    tail = tail_columns(tiles, queries, head_dim) if loops and pays and not masked else 0
     if twice and most_programs(shared_bytes(keys, head_dim, tail)) < (3 if tiles.registers else 2):
         tail = 0
     # Products that start from the sums of V's channels save instructions, but wait for the sums; other programs hide that.

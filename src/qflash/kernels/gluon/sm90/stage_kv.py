@@ -88,19 +88,22 @@ def _join_rows(a, b):
 @gluon.jit
 def load_quads(
     base, stride_n: gl.constexpr, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, CHANNELS: gl.constexpr,
-    KEY: gl.constexpr, WARPS: gl.constexpr, PIECE: gl.constexpr, POLICY: gl.constexpr, REPEAT: gl.constexpr,
+    KEY: gl.constexpr, WARPS: gl.constexpr, PIECE: gl.constexpr, POLICY: gl.constexpr, REPEAT: gl.constexpr, place=0,
+    PLACES: gl.constexpr = False,
 ):  # fmt: skip
     """A tile of keys or values as stored, (keys, channels), in quads; past the last it is repeated (REPEAT), or zero.
 
     The tile has WIDTH keys, but at least 32 rows; channels from CHANNELS up to the kernel's width are zero. PIECE keys
     are loaded at a time (:func:`.sm90.layouts.quad_layout`). Of wide tiles the keys are in
     :func:`.common.tile_ops.key_order`, of tiles of 8 or 16 the values in :func:`.common.tile_ops.inverse_key_order`.
+    With PLACES they are taken from where ``place`` says.
     """
     D: gl.constexpr = kernel_width(CHANNELS) if KEY else value_width(CHANNELS)
     if WIDTH > PIECE:
         # pieces whose addresses differ by a constant
-        a = load_quads(base, stride_n, START, WIDTH // 2, KEYS, CHANNELS, KEY, WARPS, PIECE, POLICY, REPEAT)
-        b = load_quads(base, stride_n, START + WIDTH // 2, WIDTH // 2, KEYS, CHANNELS, KEY, WARPS, PIECE, POLICY, REPEAT)
+        HALF: gl.constexpr = WIDTH // 2
+        a = load_quads(base, stride_n, START, HALF, KEYS, CHANNELS, KEY, WARPS, PIECE, POLICY, REPEAT, place, PLACES)
+        b = load_quads(base, stride_n, START + HALF, HALF, KEYS, CHANNELS, KEY, WARPS, PIECE, POLICY, REPEAT, place, PLACES)
         x = gl.convert_layout(_join_rows(a, b), quad_layout(WIDTH, D, WARPS, PIECE), assert_trivial=True)
     else:
         ROWS: gl.constexpr = depth(WIDTH)
@@ -111,7 +114,15 @@ def load_quads(
             n = key_order(n)
         elif not KEY and WIDTH < 32:
             n = inverse_key_order(n)
-        if START + ROWS <= KEYS:
+        if PLACES:
+            rows = gl.load(place + gl.minimum(START + n, KEYS - 1))
+            ptrs = base + (rows[:, None] * stride_n + d[None, :])
+            if REPEAT or START + ROWS <= KEYS:
+                x = load_channels(ptrs, n, d, CHANNELS, D, POLICY)
+            else:
+                inside = (START + n[:, None] < KEYS) & (d[None, :] < CHANNELS)
+                x = gl.load(ptrs, mask=inside, other=0.0, eviction_policy=POLICY)
+        elif START + ROWS <= KEYS:
             x = load_channels(base + (n[:, None] * stride_n + d[None, :]) + START * stride_n, n, d, CHANNELS, D, POLICY)
         elif REPEAT:
             ptrs = base + (gl.minimum(START + n, KEYS - 1)[:, None] * stride_n + d[None, :])
@@ -126,9 +137,9 @@ def load_quads(
 @gluon.jit
 def all_quads(
     base, stride_n: gl.constexpr, WIDTHS: gl.constexpr, KEYS: gl.constexpr, CHANNELS: gl.constexpr, KEY: gl.constexpr,
-    WARPS: gl.constexpr, POLICY: gl.constexpr, REPEAT: gl.constexpr,
+    WARPS: gl.constexpr, POLICY: gl.constexpr, REPEAT: gl.constexpr, place, PLACES: gl.constexpr,
 ):  # fmt: skip
-    """All tiles of keys or values of a head, span by span, in registers, to be quantised; REPEAT as in :func:`load_quads`."""
+    """All tiles of keys or values of a head, span by span, in registers, to be quantised; the rest as in :func:`load_quads`."""
     START: gl.constexpr = row_starts(KEYS)
     SPANS: gl.constexpr = channel_spans(CHANNELS)
     FROM: gl.constexpr = span_starts(CHANNELS)
@@ -139,7 +150,7 @@ def all_quads(
         for i in gl.static_range(len(WIDTHS)):
             x = load_quads(
                 base + FROM[c], stride_n, START[i], WIDTHS[i], KEYS, SPANS[c], KEY, WARPS, float_piece(D[c], WARPS), POLICY,
-                REPEAT,
+                REPEAT, place, PLACES,
             )  # fmt: skip
             tiles = tiles + (x,)
         spans = spans + (tiles,)

@@ -46,7 +46,7 @@ class Explanation:
         if self.fused:
             lines.append("quantises: the same launch")
         elif self.family not in (*_TAKERS.values(), _NOTHING):
-            why = "no family does it while attending" if self.apart else "as for few heads of long rows"
+            why = "no family does it while attending" if self.apart else "as for few heads of long rows, and for masks"
             lines += [f"quantises: launches before it, {why}", *listed(self.apart)]
         return "\n".join(lines)
 

@@ -41,8 +41,12 @@ def test_it_says_why() -> None:
     assert "triton.resident" in said.apart
     assert "8 to 128 channels" in str(said) and str(said).startswith("back end: triton\n  not cpu: it runs on the CPU")
     assert "Hopper" in qflash.explain(*draw(197, 64), architecture="sm_86").families["sm90.resident"]
-    mask = torch.ones(1, 1, 197, 197, dtype=torch.bool)
-    assert "no mask" in qflash.explain(*draw(197, 64), mask, architecture="sm_90").families["sm90.resident"]
+    bias = torch.zeros(1, 1, 197, 197)
+    assert "bias of 16-bit floats" in qflash.explain(*draw(197, 64), bias, architecture="sm_90").families["sm90.resident"]
+    for mask in (bias.half(), bias == 0):
+        assert qflash.explain(*draw(197, 64), mask, architecture="sm_90").family == "sm90.resident"
+        one = mask[..., :1]
+        assert qflash.explain(*draw(300, 64), one[:, :, :1], architecture="sm_90").family == "sm90.streaming"
     # few heads of long rows are quantised by launches of their own, where a launch could do it, too
     said = qflash.explain(*draw(1370, 64), architecture="sm_90")
     assert (said.family, said.fused, said.apart) == ("sm90.streaming", False, {})

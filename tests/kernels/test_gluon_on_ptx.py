@@ -373,6 +373,20 @@ def _marks(bias: torch.Tensor) -> None:
 
 def _hidden(bias: torch.Tensor) -> None:
     bias[..., 100:] = -math.inf
+    bias[0, 0, 3, 100] = math.nan
+
+
+def _draw_mask(batch: int, queries: int, keys: int, dtype: torch.dtype, change: Callable[..., None] | None) -> torch.Tensor:
+    """Draw a bias and change it; without ``change`` a bool mask of which one row shows nothing, and some keys are hidden."""
+    generator = torch.Generator().manual_seed(keys)
+    bias = (3 * torch.randn(batch, 1, queries, keys, generator=generator)).to(dtype)
+    if change:
+        change(bias)
+        return bias
+    mask = bias > -1
+    mask[0, 0, min(3, queries - 1)] = queries == 1
+    mask[..., 100:107] = False
+    return mask
 
 
 @pytest.mark.parametrize(
@@ -383,17 +397,18 @@ def _hidden(bias: torch.Tensor) -> None:
         (520, 80, torch.float16, _marks, 0.1, DEFAULT),
         (264, 64, torch.bfloat16, _hidden, 0.1, DEFAULT.replace(smooth_value=True)),
         (264, 64, torch.float16, _no_marks, 300.0, DEFAULT),  # score units so large that they have few fraction bits
+        (392, 64, torch.float16, None, 0.1, DEFAULT.replace(smooth_value=True)),
+        (301, 128, torch.bfloat16, None, 30.0, DEFAULT),
     ],
 )
 def test_long_hopper_biased(
-    emulated: Load, keys: int, head_dim: int, dtype: torch.dtype, change: Callable[..., None], scale: float, recipe: Recipe
+    emulated: Load, keys: int, head_dim: int, dtype: torch.dtype, change: Any, scale: float, recipe: Recipe
 ) -> None:
-    """A float bias beside int8 keys: for two batch elements, of which one has marks, and for two heads that share one."""
+    """A mask beside int8 keys: for two batch elements, of which one has marks, and for two heads that share one."""
     long_quantize = emulated("qflash.kernels.triton.quantize_streaming")
     generator = torch.Generator().manual_seed(keys)
     query, key, value = (torch.randn(2, 2, n, head_dim, generator=generator).to(dtype) for n in (70, keys, keys))
-    bias = (3 * torch.randn(2, 1, 70, keys, generator=generator)).to(dtype)
-    change(bias)
+    bias = _draw_mask(2, 70, keys, dtype, change)
     places = launch_places(float_call(query, key, value, bias, False, scale, recipe))
     found = long_quantize.launch_quantize_long(None, key, value, recipe, True, places=places)
     out = torch.empty_like(query)
@@ -403,7 +418,7 @@ def test_long_hopper_biased(
     )  # fmt: skip
     launches = attention_launches(quantised, out, value_sums=found.value_sums, fragment_order=True)
     # rows that the copy engine does not read are copied first
-    packing = ["pack_bias_kernel"] if keys % 8 else []
+    packing = ["pack_mask_kernel"] if keys % (8 if change else 16) else []
     assert [launch.kernel.__name__ for launch in launches] == [*packing, "long_hopper_kernel"]
     for launch in launches:
         launch.run()
@@ -418,26 +433,75 @@ def test_long_hopper_biased(
         (130, 80, torch.float16, _hidden, 0.1, DEFAULT.replace(query_granularity="head", smooth_value=True)),
         (72, 40, torch.bfloat16, _no_marks, 0.1, DEFAULT.replace(smooth_key=False)),
         (256, 32, torch.float16, _no_marks, 300.0, DEFAULT),
+        (196, 64, torch.bfloat16, None, 0.1, DEFAULT.replace(smooth_value=True)),
+        (131, 88, torch.float16, None, 30.0, DEFAULT.replace(query_granularity="head")),
     ],
 )
 def test_hopper_biased(
-    emulated: Load, keys: int, head_dim: int, dtype: torch.dtype, change: Callable[..., None], scale: float, recipe: Recipe
+    emulated: Load, keys: int, head_dim: int, dtype: torch.dtype, change: Any, scale: float, recipe: Recipe
 ) -> None:
-    """Short rows with a float bias that repeats after two batch elements, quantised on the way; hidden tokens are replaced."""
+    """Short rows with a mask that repeats after two batch elements, quantised on the way; hidden tokens are replaced."""
     emulated("kernels.test_launch_recorder")
     generator = torch.Generator().manual_seed(keys)
     query, key, value = (torch.randn(4, 1, n, head_dim, generator=generator).to(dtype) for n in (70, keys, keys))
-    bias = (3 * torch.randn(2, 1, 70, keys, generator=generator)).to(dtype)
-    change(bias)
+    bias = _draw_mask(2, 70, keys, dtype, change)
     call = float_call(query, key, value, bias, False, scale, recipe)
     call = dataclasses.replace(call, places=launch_places(call))
     out = torch.empty_like(query)
     launches = attention_launches(call, out)
-    packing = ["pack_bias_kernel"] if keys % 4 else []
+    packing = ["pack_mask_kernel"] if keys % 4 else []
     assert [launch.kernel.__name__ for launch in launches] == [*packing, "hopper_kernel"]
     for launch in launches:
         launch.run()
     assert same_bits(out, execution.attention(query, key, value, bias, False, scale, recipe.key, "reference"))
+
+
+@pytest.mark.parametrize("keys", [72, 200, 300])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_mask_of_one_row(emulated: Load, keys: int, bias: bool) -> None:
+    """A row for all queries is not written for each of them; of int8 tensors a bool mask, with rows of any strides."""
+    long_quantize = emulated("qflash.kernels.triton.quantize_streaming")
+    generator = torch.Generator().manual_seed(keys)
+    query, key, value = (torch.randn(2, 2, n, 64, generator=generator).half() for n in (70, keys, keys))
+    mask = _draw_mask(2, 1, keys, torch.float16, _no_marks if bias else None)
+    call = float_call(query, key, value, mask, False, 0.1, DEFAULT)
+    expected = execution.attention(query, key, value, mask, False, 0.1, DEFAULT.key, "reference")
+    places = launch_places(call)
+    out = torch.empty_like(query)
+    if keys > 256:
+        found = long_quantize.launch_quantize_long(None, key, value, DEFAULT, True, places=places)
+        quantised = int8_call(
+            query, None, found.key, found.key_scale, found.value, found.value_scale, mask, False, 0.1, None, query.dtype,
+            DEFAULT, value_offset=found.value_offset,
+        )  # fmt: skip
+        launches = attention_launches(quantised, out, value_sums=found.value_sums, fragment_order=True)
+        assert launches[0].arguments["packed_ptr"].shape[2] == 64
+    else:
+        launches = attention_launches(dataclasses.replace(call, places=places), out)
+        assert [launch.kernel.__name__ for launch in launches] == ["hopper_kernel"]
+    for launch in launches:
+        launch.run()
+    assert same_bits(out, expected)
+
+
+@pytest.mark.parametrize(("keys", "head_dim"), [(77, 64), (197, 80), (300, 64), (270, 128)])
+def test_int8_with_a_bool_mask(emulated: Load, keys: int, head_dim: int) -> None:
+    """Beside int8 tensors keys lie in their own order."""
+    emulated("kernels.test_launch_recorder")
+    generator = torch.Generator().manual_seed(keys)
+    query, key, value = (
+        torch.randint(-128, 128, (2, 2, n, head_dim), generator=generator).to(torch.int8) for n in (70, keys, keys)
+    )
+    scale = torch.full((1, 1, 1, 1), 0.02)
+    mask = _draw_mask(2, 70, keys, torch.float16, None)
+    for output, dtype in ((None, torch.float16), (torch.full((1, 1, 1, 1), 0.01), torch.int8)):
+        call = int8_call(query, scale, key, scale, value, scale, mask, False, 0.1, output, dtype, DEFAULT)
+        out = torch.empty(query.shape, dtype=dtype)
+        launches = attention_launches(call, out)
+        assert launches[-1].kernel.__name__ == ("hopper_kernel" if keys <= 256 else "long_hopper_kernel")
+        for launch in launches:
+            launch.run()
+        assert same_bits(out, reference.int8_attention(call))
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,8 @@ def _make_sub(modifiers: Sequence[str], operands: Sequence[str]) -> Step:
 
 
 def _high(a: Bits, b: Bits) -> Bits:
-    wide = np.int64 if a.dtype == np.int32 else np.uint64
-    return ((a.astype(wide) * b.astype(wide)) >> wide(32)).astype(a.dtype)
+    wide = np.int64 if a.dtype.kind == "i" else np.uint64
+    return ((a.astype(wide) * b.astype(wide)) >> wide(8 * a.dtype.itemsize)).astype(a.dtype)
 
 
 def _wide(kind: str, operands: Sequence[str], add: bool) -> Step:

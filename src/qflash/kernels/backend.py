@@ -33,7 +33,7 @@ class GpuBackend(KernelBackend):
         choice = dispatch.one_launch(call) if is_float and not dispatch.is_faster_apart(call) else None
         whole = choice is not None and choice.family is not None
         apart = is_float and not whole and dispatch.can_quantize_apart(call)
-        if not (whole or apart) and searches(call):
+        if not whole and not (apart and dispatch.streams_masked(call)) and (apart or searches(call)):
             call = self.with_fixed_bias(call)
         if searches(call):
             # by launches that can be made again, and without waiting for a GPU

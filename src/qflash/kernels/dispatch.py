@@ -42,18 +42,18 @@ def is_faster_apart(call: AttentionCall) -> bool:
     """Tell whether launches of their own should quantise float tensors, whatever :func:`one_launch` finds."""
     heads, head_dim = call.batch * call.heads, max(call.head_dim, call.value_dim)
     apart = quantises_apart(call.queries, call.keys, heads, head_dim, processors_of(call.query.device))
-    return (apart or _streams_bias(call)) and can_quantize_apart(call)
+    return (apart or streams_masked(call)) and can_quantize_apart(call)
 
 
-def _streams_bias(call: AttentionCall) -> bool:
-    """Tell whether :mod:`.sm90.attention_streaming` takes a float call with a bias once keys and values are quantised."""
+def streams_masked(call: AttentionCall) -> bool:
+    """Tell whether :mod:`.sm90.attention_streaming` takes a float call with a mask once keys and values are quantised."""
     shape = shape_of(call, False)
-    return shape.biased and not _is_interpreted(call) and streams(shape, capability_of(call.query.device)) is None
+    return shape.masked and not _is_interpreted(call) and streams(shape, capability_of(call.query.device)) is None
 
 
 def can_quantize_apart(call: AttentionCall) -> bool:
-    """Tell whether launches of their own can quantise: :func:`launch_long` knows the scales, and rows are long or biased."""
-    long = not is_short(shape_of(call, False)) or _streams_bias(call)
+    """Tell whether launches of their own can quantise: :func:`launch_long` knows the scales, and rows are long or masked."""
+    long = not is_short(shape_of(call, False)) or streams_masked(call)
     return long and quantizes_long(call.recipe, call.batch)
 
 

@@ -31,7 +31,7 @@ class Work(NamedTuple):
         heads: heads times batch.
         head_dim: channels, the most of query and value.
         fused: whether the kernel quantises, too.
-        masked: whether there is a mask or a bias.
+        masked, biased: whether there is a mask or a bias, and whether it is a bias.
         by_channel: whether value or output have a scale a channel.
         processors: streaming multiprocessors of the GPU.
     """
@@ -42,6 +42,7 @@ class Work(NamedTuple):
     head_dim: int
     fused: bool
     masked: bool
+    biased: bool
     by_channel: bool
     processors: int
 

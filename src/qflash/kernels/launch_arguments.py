@@ -131,16 +131,18 @@ class KernelRequest:
         call = self.call
         return Work(
             call.queries, call.keys, call.batch * call.heads, max(call.head_dim, call.value_dim), self.fused,
-            call.mask is not None, self.has_channel_values or self.has_channel_output, processors_of(call.query.device),
+            call.mask is not None, call.mask_kind == "bias", self.has_channel_values or self.has_channel_output,
+            processors_of(call.query.device),
         )  # fmt: skip
 
 
 def shape_of(call: AttentionCall, fused: bool) -> AttentionShape:
     """Return what the rules for tiles look at; ``fused`` if one launch is to quantise, too."""
-    biased = call.mask is not None and call.mask.dtype in (torch.float16, torch.bfloat16) and not call.is_causal
+    kinds = {torch.bool: "bool", torch.float16: "bias", torch.bfloat16: "bias"}
+    kind = "" if call.mask is None or call.is_causal else kinds.get(call.mask.dtype, "")
     return AttentionShape(
         call.recipe, call.head_dim, call.value_dim, call.queries, call.keys, call.batch * call.heads, fused, call.is_masked,
-        biased,
+        kind,
     )  # fmt: skip
 
 

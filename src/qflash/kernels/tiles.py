@@ -93,7 +93,7 @@ class AttentionShape(NamedTuple):
         heads: heads times batch.
         fused: whether the kernel quantises, too.
         masked: whether there is a mask or a bias, a causal one included.
-        biased: whether that is a bias of 16-bit floats alone.
+        mask: "bool", or "bias" for one of 16-bit floats, if that is all; else empty.
     """
 
     recipe: Recipe
@@ -104,7 +104,7 @@ class AttentionShape(NamedTuple):
     heads: int = 1
     fused: bool = False
     masked: bool = False
-    biased: bool = False
+    mask: str = ""
 
 
 def most_queries(value_dim: int) -> int:

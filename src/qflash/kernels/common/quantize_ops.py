@@ -264,7 +264,7 @@ def bias_base(row_max):
 
 @triton.jit
 def bias_to_fixed(bias, GUARD: tl.constexpr):
-    """Float32 biases less their bases, in nats, as int32 in 1/65536 octaves, clamped; NaN gives 0. It sets no marks."""
+    """Float32 biases less their bases, in nats, as int32 in 1/65536 octaves, clamped; NaN gives any. It sets no marks."""
     scaled = tl.minimum(tl.maximum(bias * BIAS_UNIT, -BIAS_LIMIT), BIAS_LIMIT)
     if GUARD:
         scaled = tl.where(bias == bias, scaled, 0.0)

@@ -29,7 +29,7 @@ CLAMPED_BF16 = gl.constexpr(
 
 @gluon.jit
 def clamped_bias(bias):
-    """A tile of a bias of 16-bit floats in 1/65536 octaves, int32; less than -4096, and NaN, count as -4096 nats.
+    """A tile of a bias of 16-bit floats in 1/65536 octaves, int32; what is less than -4096 nats, and NaN, counts as that.
 
     Beside a key whose bias is at least -1024 nats, no such key has a P other than 0, if scores differ by less than 2**27
     units: what is left of 3072 nats is more than 64 octaves. So is what is left of the limit at which

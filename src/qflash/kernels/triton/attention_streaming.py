@@ -101,17 +101,17 @@ def pack_key_kernel(
 
 
 @triton.jit
-def pack_bias_kernel(
-    bias_ptr, packed_ptr, stride_z, stride_h, stride_m, stride_n, heads, queries, keys, padded, BLOCK_N: tl.constexpr,
+def pack_mask_kernel(
+    mask_ptr, packed_ptr, stride_z, stride_h, stride_m, stride_n, heads, rows, keys, padded, BLOCK_N: tl.constexpr,
     WIDE_OFFSETS: tl.constexpr,
 ):  # fmt: skip
-    """Write a block of a row of a bias to a row of ``padded`` elements; past the last key nothing is written."""
+    """Write a block of a row of a mask to a row of ``padded`` elements; past the last key nothing is written."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     if WIDE_OFFSETS:
         stride_n = tl.cast(stride_n, tl.int64)
-    head = row // queries
-    begin = bias_ptr + head // heads * stride_z + head % heads * stride_h + row % queries * stride_m
+    head = row // rows
+    begin = mask_ptr + head // heads * stride_z + head % heads * stride_h + row % rows * stride_m
     inside = n < keys
     tl.store(packed_ptr + row * padded + n, tl.load(begin + n * stride_n, mask=inside), mask=inside)
 

@@ -36,7 +36,7 @@ from ..tiles import (
     packed_width,
 )
 from .attention_resident import short_kernel
-from .attention_streaming import long_kernel, pack_bias_kernel, pack_key_kernel, pack_value_kernel
+from .attention_streaming import long_kernel, pack_key_kernel, pack_mask_kernel, pack_value_kernel
 from .constants import RESIDENT_GROUPS, STREAMING_GROUPS, attention_arguments
 from .rules import split_resident, streaming_plan
 
@@ -189,22 +189,24 @@ def pack_key(key: torch.Tensor) -> tuple[torch.Tensor, list[KernelLaunch]]:
     return packed[..., :channels], launches
 
 
-def pack_bias(bias: torch.Tensor, queries: int, keys: int) -> tuple[torch.Tensor, list[KernelLaunch]]:
-    """Return a bias whose rows the copy engine reads, (period, heads, queries, keys), a view, and the launches that fill it.
+def pack_mask(mask: torch.Tensor, rows: int, keys: int) -> tuple[torch.Tensor, list[KernelLaunch]]:
+    """Return a mask in rows that begin at multiples of 16 bytes, (period, heads, rows, keys), a view, and what fills it.
 
     Args:
-        bias: (period, heads, queries | 1, keys | 1), any strides.
+        mask: bool or float, (period, heads, rows | 1, keys | 1), any strides.
     """
-    period, heads = bias.shape[:2]
-    # rows of multiples of sixteen bytes
-    padded = triton.cdiv(keys * bias.element_size(), 16) * 16 // bias.element_size()
-    packed = torch.empty((period, heads, queries, padded), dtype=bias.dtype, device=bias.device)
-    strides = broadcast_strides(bias, (0, 1, 2, 3))
+    kind = mask.dtype
+    if kind == torch.bool:
+        mask = mask.view(torch.uint8)
+    period, heads = mask.shape[:2]
+    padded = triton.cdiv(keys * mask.element_size(), 16) * 16 // mask.element_size()
+    packed = torch.empty((period, heads, rows, padded), dtype=mask.dtype, device=mask.device)
+    strides = broadcast_strides(mask, (0, 1, 2, 3))
     block_n = min(1024, triton.next_power_of_2(keys))
-    values = (bias, packed, *strides, heads, queries, keys, padded, block_n, needs_wide_offsets(bias))
-    arguments = dict(zip(pack_bias_kernel.arg_names, values, strict=True))
-    grid = (period * heads * queries, triton.cdiv(keys, block_n))
-    return packed[..., :keys], [KernelLaunch(pack_bias_kernel, grid, arguments, {"num_warps": 4})]
+    values = (mask, packed, *strides, heads, rows, keys, padded, block_n, needs_wide_offsets(mask))
+    arguments = dict(zip(pack_mask_kernel.arg_names, values, strict=True))
+    grid = (period * heads * rows, triton.cdiv(keys, block_n))
+    return packed.view(kind)[..., :keys], [KernelLaunch(pack_mask_kernel, grid, arguments, {"num_warps": 4})]
 
 
 def one_element(call: VarlenCall) -> AttentionCall:

@@ -23,7 +23,7 @@ def _block(shape: AttentionShape) -> int:
 
 def resident_misfit(shape: AttentionShape, capability: tuple[int, int]) -> str | None:
     """Return why :mod:`.triton.attention_resident` does not take shapes and recipe like these, or None."""
-    if shape.biased and not shape.fused:
+    if shape.mask == "bias" and not shape.fused:
         return "beside int8 it takes a bias in fixed point"
     return None if is_short(shape) else "it takes up to 256 keys of up to 128 channels, and two passes over them"
 

@@ -28,7 +28,9 @@ LOWEST_BIAS = tl.constexpr(-fp.BIAS_LIMIT)
 _KEYS = 128
 """Keys of a block where rows are long."""
 _FLOAT_KEYS = 512
-"""The same of a float mask, of which every program reads whole rows: fewer programs, of fewer rows each."""
+"""The same of a float mask, of which programs read whole rows."""
+HIDDEN_NATS = tl.constexpr(2840.0)
+"""A key that lies so far below a row's largest, or below 0, is hidden: 2**28 fixed-point units are 2839.2 nats."""
 
 
 @triton.jit
@@ -61,6 +63,18 @@ def _largest(row_ptrs, stride_n, keys, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
 
 
 @triton.jit
+def _surely_hidden(x, row_ptrs, stride_n, keys):
+    """Where a float mask hides keys, whatever else is in the rows: far below others, of this block and of either end."""
+    n = tl.arange(0, 64)[None, :]
+    bound = tl.max(tl.where(x == x, x, float("-inf")), 1)
+    for end in tl.static_range(2):
+        at = tl.minimum(n, keys - 1) if end == 0 else tl.maximum(keys - 1 - n, 0)
+        some = tl.load(row_ptrs + at * stride_n).to(tl.float32)
+        bound = tl.maximum(bound, tl.max(tl.where(some == some, some, float("-inf")), 1))
+    return (x == float("-inf")) | (x < tl.minimum(bound, 0.0)[:, None] - HIDDEN_NATS)
+
+
+@triton.jit
 def _visible(x, row_max, MASK: tl.constexpr, GUARD: tl.constexpr):
     """Which keys a mask shows, 1 or 0, as :func:`qflash.unseen_tokens.seen_tokens` says.
 
@@ -71,9 +85,8 @@ def _visible(x, row_max, MASK: tl.constexpr, GUARD: tl.constexpr):
     elif MASK == "fixed":
         visible = x > LOWEST_BIAS
     else:
-        x = x.to(tl.float32)
         base, even = bias_base(row_max)
-        visible = tl.where(even, x == base, bias_to_fixed(x - base, GUARD) > LOWEST_BIAS)
+        visible = tl.where(even, x == base, bias_to_fixed(x - base, GUARD) > LOWEST_BIAS) | (x != x)
     return visible.to(tl.int32)
 
 
@@ -103,12 +116,16 @@ def seen_kernel(
         head = h * GROUP + left // blocks
         row_ptrs = mask_ptr + z * mask_stride_z + head * mask_stride_h + row
         x = tl.load(row_ptrs + columns)
-        row_max = 0.0
+        row_max = tl.zeros((BLOCK_M, 1), tl.float32)
         if MASK == "float":
+            x = x.to(tl.float32)
             if WHOLE:
-                row_max = highest(x.to(tl.float32), 1, GUARD)[:, None]
+                row_max = highest(x, 1, GUARD)[:, None]
             else:
-                row_max = _largest(row_ptrs, mask_stride_n, keys, BLOCK_M, BLOCK_N)
+                # whole rows are read only where a key that is missing could be seen
+                unsure = (seen == 0)[None, :] & (_surely_hidden(x, row_ptrs, mask_stride_n, keys) == 0)
+                if tl.max(tl.max(unsure.to(tl.int32), 1), 0) > 0:
+                    row_max = _largest(row_ptrs, mask_stride_n, keys, BLOCK_M, BLOCK_N)
         seen = tl.maximum(seen, tl.max(_visible(x, row_max, MASK, GUARD), 0))
         missing = 1 - tl.min(seen, 0)
     at = (z * tl.num_programs(1) + h) * keys
@@ -156,6 +173,7 @@ def launch_places(call: AttentionCall) -> torch.Tensor:
     shared = 1 if heads == 1 else key_heads
     whole = keys <= SHORT_ROW
     block = triton.next_power_of_2(keys) if whole else _KEYS if kind != "float" else _FLOAT_KEYS
+    block_m = max(1, min(triton.next_power_of_2(rows), (2048 if whole or kind != "float" else 8192) // block))
     seen, order, place = (torch.empty((period, shared, keys), dtype=torch.int32, device=mask.device) for _ in range(3))
     if kind == "bool":
         mask = mask.view(torch.uint8)
@@ -165,7 +183,7 @@ def launch_places(call: AttentionCall) -> torch.Tensor:
         grid = (triton.cdiv(keys, block), shared, min(MOST_BLOCKS, period - start))
         launch_kernel(
             seen_kernel, grid, mask[some], seen[some], order[some], place[some], *strides, rows, keys, MASK=kind,
-            GROUP=heads // shared, BLOCK_M=max(1, min(triton.next_power_of_2(rows), 2048 // block)), BLOCK_N=block, WHOLE=whole,
+            GROUP=heads // shared, BLOCK_M=block_m, BLOCK_N=block, WHOLE=whole,
             WIDE_OFFSETS=needs_wide_offsets(mask), GUARD=mask.device.type == "cpu", num_warps=4,
         )  # fmt: skip
     if not whole:

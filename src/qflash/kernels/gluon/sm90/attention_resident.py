@@ -59,14 +59,14 @@ from ..ptx_ops import (
 )
 from ..releases import barrier
 from ..row_ops import row_largest, row_sum
-from .bias import Bias, MarkedBias, NoBias, is_doubtful
+from .bias import Bias, MarkedBias, Mask, NoBias, is_doubtful
 from .layouts import (
-    bias_layout,
     channel_spans,
     depth,
     exchanged_widths,
     inverse_count,
     is_crowded,
+    mask_layout,
     output_layout,
     part_layout,
     product_layout,
@@ -139,29 +139,31 @@ def _means_of(x, INVERSE_COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _load_bias(
+def _load_mask(
     base, stride_m: gl.constexpr, first, queries, START: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """A tile of a bias, in the layout of scores and the order of their keys; past the last query and key these are repeated."""
+    """A tile of a mask, in the layout of scores and the order of their keys; past the last query and key these are repeated."""
     ROWS: gl.constexpr = 16 * WARPS
-    L: gl.constexpr = bias_layout(WIDTH, WARPS)
+    # of wide tiles the keys are in :func:`.common.tile_ops.key_order`
+    QUADS: gl.constexpr = WIDTH >= 32
+    L: gl.constexpr = mask_layout(WIDTH, WARPS) if QUADS else score_layout(WIDTH, WARPS)
     row = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)), queries - 1)
     n = START + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))
     if START + WIDTH > KEYS:
         n = gl.minimum(n, KEYS - 1)
     x = gl.load(base + (row[:, None] * stride_m + n[None, :]))
-    if WIDTH >= 32:
+    if QUADS:
         x = gl.reshape(gl.permute(gl.reshape(x, (ROWS, WIDTH // 16, 4, 2, 2)), (0, 1, 3, 2, 4)), (ROWS, WIDTH))
     return gl.convert_layout(x, score_layout(WIDTH, WARPS), assert_trivial=True)
 
 
 @gluon.jit
 def _finished_scores(
-    scores, bias, bias_base, stride_m: gl.constexpr, first, queries, KEYS: gl.constexpr, AHEAD: gl.constexpr,
-    SPANS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr, BIASED: gl.constexpr,
+    scores, bias, mask_base, stride_m: gl.constexpr, first, queries, KEYS: gl.constexpr, AHEAD: gl.constexpr,
+    SPANS: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr, RECIPE: gl.constexpr,
 ):  # fmt: skip
-    """All tiles of scores, with a bias if there is one; maxima of columns eight apart; what is noted of the bias.
+    """All tiles of scores, with a mask if there is one; maxima of columns eight apart; what is noted of a bias.
 
     AHEAD products were started behind them.
     """
@@ -172,8 +174,8 @@ def _finished_scores(
     ready = ()
     for t in gl.static_range(TILES):
         s = finished(scores[t], SPANS * (TILES - 1 - t + AHEAD), WARPS, ACROSS)
-        if BIASED:
-            tile = _load_bias(bias_base, stride_m, first, queries, STARTS[t], WIDTHS[t], KEYS, WARPS)
+        if RECIPE.MASK != "none":
+            tile = _load_mask(mask_base, stride_m, first, queries, STARTS[t], WIDTHS[t], KEYS, WARPS)
             seen = bias.noted(seen, tile, 0, False)
             s = bias.added(s, tile)
         ready = ready + (s,)
@@ -199,11 +201,11 @@ def _attend_in_registers(
         sums: -127 times V's channel sums, from :func:`.sm90.stage_kv.stored_sums`; if they are added at the end and registers
             allow, from :func:`.sm90.stage_kv.sums_beside`.
         output: means of V's channels, from the former, too; output factors; the pointer to outputs.
-        masking: with a bias the pointer to it, whose rows are ``stride_m`` apart, and the keys in shared memory.
+        masking: with a mask the pointer to it, whose rows are ``stride_m`` apart, and the keys in shared memory.
     """
     means, factors, o_base = output
     _, most_smem, _, _ = exchange
-    bias_base, _ = masking
+    mask_base, _ = masking
     M: gl.constexpr = 16 * WARPS
     SPANS: gl.constexpr = len(v_smem[0])
     TILES: gl.constexpr = len(row_widths(KEYS, ACROSS))
@@ -211,7 +213,6 @@ def _attend_in_registers(
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PV, 4)
     PRODUCTS: gl.constexpr = SUMS == "products"
     BEHIND: gl.constexpr = TILES if PRODUCTS else 0
-    BIASED: gl.constexpr = RECIPE.MASK == "bias"
     accumulator = ()
     if PRODUCTS:
         accumulator = begin_outputs(sums, value_widths(CHANNELS), SUMS == "begin", WARPS, ACROSS)
@@ -220,12 +221,14 @@ def _attend_in_registers(
             number = gl.full((M, v_smem[t][0].shape[1]), -127, gl.int8, OPERAND)
             accumulator = add_values(accumulator, number, v_smem[t], WARPS, ACROSS)
     usable, multiplier, fraction_bits, drop = query_factors(query_bits, scales, RECIPE)
-    if BIASED:
-        bias = Bias(multiplier, drop, bias_base.dtype.element_ty)
+    if RECIPE.MASK == "bias":
+        bias = Bias(multiplier, drop, mask_base.dtype.element_ty)
+    elif RECIPE.MASK == "bool":
+        bias = Mask(multiplier)
     else:
         bias = NoBias(0)
     ready, largest, seen = _finished_scores(
-        scores, bias, bias_base, stride_m, first, queries, KEYS, BEHIND, SPANS, WARPS, ACROSS, BIASED
+        scores, bias, mask_base, stride_m, first, queries, KEYS, BEHIND, SPANS, WARPS, ACROSS, RECIPE
     )
     if PRODUCTS and RECIPE.EXACT:
         means = ()
@@ -238,7 +241,7 @@ def _attend_in_registers(
     if ACROSS > 1:
         most_smem.store(gl.max(gl.reshape(largest, (M, ACROSS, 8)), 2))
         largest = most_smem.load(part_layout(WARPS, ACROSS))
-    if BIASED:
+    if RECIPE.MASK != "none":
         row_max = row_largest(largest)
     else:
         row_max = row_maximum(largest, multiplier, WARPS, ACROSS)
@@ -246,7 +249,7 @@ def _attend_in_registers(
         # measured: with three programs per SM 2 to 3 % faster in several waves, 2 to 3 % slower in one wave
         keep_apart(scales[2][2], 2)
     output = means, factors, o_base
-    if BIASED:
+    if RECIPE.MASK == "bias":
         most = row_largest(numbers_of(seen, bias.DTYPE))
         if is_doubtful(most, drop, M):
             _attend_marked(
@@ -258,6 +261,11 @@ def _attend_in_registers(
                 ready, bias.row(row_max, fraction_bits, RECIPE.OFFSET, M), accumulator, v_smem, exchange, sums, output, usable,
                 o_stride_n, first, queries, CHANNELS, KEYS, WARPS, ACROSS, SUMS, RECIPE,
             )  # fmt: skip
+    elif RECIPE.MASK == "bool":
+        _weigh_in_registers(
+            ready, bias.row(row_max, fraction_bits, RECIPE.OFFSET, M), accumulator, v_smem, exchange, sums, output, usable,
+            o_stride_n, first, queries, CHANNELS, KEYS, WARPS, ACROSS, SUMS, RECIPE,
+        )  # fmt: skip
     else:
         if KEYS > SHORT_ROW:
             bounding = q
@@ -279,12 +287,14 @@ def _attend_marked(
 ):  # fmt: skip
     """:func:`_attend_in_registers` with :class:`.sm90.bias.MarkedBias`; ``most`` is the largest bias of each row."""
     usable, multiplier, fraction_bits, drop = factors
-    bias_base, k_smem = masking
+    mask_base, k_smem = masking
     SPANS: gl.constexpr = len(v_smem[0])
     WIDTHS: gl.constexpr = row_widths(KEYS, ACROSS)
     bias = MarkedBias(multiplier, drop, fraction_bits, most)
     scores = _all_scores(q, k_smem, WIDTHS, WARPS, ACROSS)
-    ready, largest, _ = _finished_scores(scores, bias, bias_base, stride_m, first, queries, KEYS, 0, SPANS, WARPS, ACROSS, True)
+    ready, largest, _ = _finished_scores(
+        scores, bias, mask_base, stride_m, first, queries, KEYS, 0, SPANS, WARPS, ACROSS, RECIPE
+    )
     row_max = row_largest(largest)
     _weigh_in_registers(
         ready, bias.row(row_max, fraction_bits, RECIPE.OFFSET, 16 * WARPS), accumulator, v_smem, exchange, sums, output,
@@ -306,14 +316,16 @@ def _weigh_in_registers(
     PV: gl.constexpr = product_layout(v_smem[0][0].shape[0], WARPS, ACROSS)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PV, 4)
     PRODUCTS: gl.constexpr = SUMS == "products"
-    BIASED: gl.constexpr = RECIPE.MASK == "bias"
+    MASKED: gl.constexpr = RECIPE.MASK != "none"
     EIGHT: gl.constexpr = score_layout(8 * ACROSS, WARPS, ACROSS)
     APART: gl.constexpr = PRODUCTS or is_crowded(KEYS)
-    if not (APART or BIASED):
+    if not (APART or MASKED):
         ready = raised_if_needed(ready, row.least, EIGHT, ACROSS)
     for t in gl.static_range(TILES):
         s = ready[t]
-        if APART and not BIASED:
+        if MASKED:
+            s = row.raised(s, 1, WARPS, ACROSS)
+        elif APART:
             # a program alone on its SM is faster if it starts on the first tile, though each tile costs a branch
             s = raised_if_needed((s,), row.least, EIGHT, ACROSS)[0]
         p, finer = stored_probabilities(row.fine(s), OPERAND, STARTS[t], KEYS, RECIPE.EXACT, WARPS, ACROSS)
@@ -356,7 +368,7 @@ def _weigh_in_registers(
     COUNT: gl.constexpr = stored_columns(WIDTHS)
     numerators = finished_outputs(accumulator, sums, SUMS == "end", WARPS, ACROSS)
     rows = row_inverses(total, fine, COUNT, RECIPE.EXACT)
-    store_outputs(numerators, rows, usable, output, o_stride_n, first, queries, CHANNELS, RECIPE.EXACT, WARPS, ACROSS, BIASED)
+    store_outputs(numerators, rows, usable, output, o_stride_n, first, queries, CHANNELS, RECIPE.EXACT, WARPS, ACROSS, MASKED)
 
 
 @gluon.jit
@@ -417,12 +429,12 @@ def _head(
     """Attention of blocks ``block``, ``block + step``, ... below ``blocks`` of one head.
 
     Args:
-        tensors: pointers to the head in query, key, value, output, bias and the places of tokens.
+        tensors: pointers to the head in query, key, value, output, mask and the places of tokens.
         scales: pointers to its scales.
         memory: from :func:`_allocate`; no thread uses it any more.
         last_too: whether this program also computes the tail queries, TAIL at most, after the last block.
     """
-    q_base, k_base, v_base, o_base, bias_base, place = tensors
+    q_base, k_base, v_base, o_base, mask_base, place = tensors
     qs_base, ks_base, vs_base, os_base, vo_base = scales
     k_smem, v_tall, k_whole, v_whole, p_smem, most_smem, total_smem, fine_smem = memory
     DTYPE: gl.constexpr = q_base.dtype.element_ty
@@ -556,7 +568,7 @@ def _head(
 
     exchange = p_smem, most_smem, total_smem, fine_smem
     output = means, factors, o_base
-    masking = bias_base, k_smem
+    masking = mask_base, k_smem
     if EARLY:
         _attend_in_registers(
             q, scores, query_bits, query_scales, v_smem, exchange, sums, output, masking, STRIDES.o[2], block * BLOCK_M,
@@ -608,7 +620,7 @@ def hopper_kernel(
 
     Which blocks a program takes: with ``PLAN.BLOCKS``, ``share`` consecutive ones of the ``total`` blocks
     of all heads, head after head; else, every n-th block of the one head that its
-    place in the grid names. A bias and the places of tokens repeat after ``period`` batch elements. STRIDES, RECIPE and PLAN
+    place in the grid names. A mask and the places of tokens repeat after ``period`` batch elements. STRIDES, RECIPE and PLAN
     are of :mod:`.gluon.constants`.
     """
     DEPENDENT: gl.constexpr = PLAN.DEPENDENT

@@ -1,20 +1,21 @@
 """Attention over rows of any length on Hopper, for heads of 33 to 128 channels (Gluon; wgmma, TMA).
 
-Computes steps 2 to 9 of ``docs/algorithm.md`` (Equations 3 to 11, Algorithm 1 with the row maximum known first), and
-step 1 for the queries, for the default recipe without a mask, with the bits of :mod:`.triton.attention_streaming`.
+Computes steps 2 to 9 of ``docs/algorithm.md`` (Equations 3 to 11, Algorithm 1 with the row maximum known first), and step 1
+for the queries, for the default recipe without a mask or with one of :mod:`.sm90.bias`, with the bits of
+:mod:`.triton.attention_streaming`.
 
 *Work.* A program takes one block of queries of one head, sixteen rows per warp; a quad of lanes shares rows r and r + 8
-(drawing in :mod:`.gluon.row_ops`). "Streaming": the keys pass through shared memory twice, for the row maximum and for
-the rest. A step is SPAN keys in tiles of 128, each a wgmma of its own; only the last tile of the last step may be
-narrower. An iteration of the loops is UNROLL steps: two, where a step is one tile and their number is even. 72 to 96 channels
-are two spans (:mod:`.sm90.layouts`), each with copies and products of its own.
+(drawing in :mod:`.gluon.row_ops`). "Streaming": the keys pass through shared memory twice, for the row maximum and for the
+rest. A step is SPAN keys in tiles of 128, each a wgmma of its own; only the last tile of the last step may be narrower, and
+with a mask a step is one whole tile. An iteration of the loops is UNROLL steps: two, where a step is one tile and their
+number is even. 72 to 96 channels are two spans (:mod:`.sm90.layouts`), each with copies and products of its own.
 
 *Memory.* TMA copies keys (keys, channels) and values (channels, keys) to swizzled shared memory, prefetched one step
 ahead or more, and mbarriers say when they have arrived. Scores, probabilities and outputs stay in registers, as do
 queries where registers suffice. V is packed beforehand by :func:`.triton.attention_streaming.pack_value_kernel`, with
 two permutations: keys in the order in which lanes have the scores (:func:`.common.tile_ops.inverse_key_order`), channels such
 that a lane's outputs are neighbours (:func:`.common.tile_ops.row_of_channel`). So lanes need not exchange probabilities
-or outputs.
+or outputs. A mask's tile comes with the keys.
 
 *Order.*
 
@@ -23,6 +24,7 @@ or outputs.
 2. First pass: all products of an iteration are started, then their maxima taken; a slot is refilled as soon as its keys are
    read.
 3. Row maximum, slope and offset of the exponentials, and whether exponents could wrap in any row of the program.
+   Where a bias has marks the first pass is made again before that.
 4. Second pass, per tile: scores again, probabilities, asynchronous product with V, row sums.
 5. Normalise and store.
 
@@ -50,7 +52,7 @@ from ..ptx_ops import (
     to_shared,
 )
 from ..releases import barrier
-from .bias import Bias, NoBias, attend_biased
+from .bias import Bias, Mask, NoBias, attend_biased
 from .layouts import (
     channel_spans,
     product_layout,
@@ -104,7 +106,7 @@ def _stored(numbers):
 # Compiled once for all lengths: Triton would otherwise specialise these on multiples of 16.
 @gluon.jit(do_not_specialize=("k_rows_z", "k_rows_h", "queries", "keys", "parts", "inverse_count"))
 def long_hopper_kernel(
-    q_ptr, k_desc, k_last_desc, v_desc, v_last_desc, bias_desc, o_ptr, scales, sums_ptr, q_strides, k_rows_z, k_rows_h, strides,
+    q_ptr, k_desc, k_last_desc, v_desc, v_last_desc, mask_desc, o_ptr, scales, sums_ptr, q_strides, k_rows_z, k_rows_h, strides,
     cu, queries, keys, parts, inverse_count, constant,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STRIDES: gl.constexpr, RING: gl.constexpr,
     RECIPE: gl.constexpr,
@@ -174,15 +176,17 @@ def long_hopper_kernel(
     mbarrier.init(first_values, count=1)
     barrier()
     k_column = kv_head * strides.k_columns_h
-    bias_descs = ()
-    bias_smem = ()
-    bias_row = gl.to_tensor(0)
-    if RECIPE.MASK == "bias":
-        bias_descs = (bias_desc,)
-        bias_smem = (gl.allocate_shared_memory(bias_desc.dtype, [SLOTS, BLOCK_M, RING.SPAN], bias_desc.layout),)
-        bias_row = (z % strides.bias_period).to(gl.int32) * strides.bias_rows_z + h * strides.bias_rows_h + first
+    mask_descs = ()
+    mask_smem = ()
+    mask_row = gl.to_tensor(0)
+    if RECIPE.MASK != "none":
+        mask_descs = (mask_desc,)
+        mask_smem = (gl.allocate_shared_memory(mask_desc.dtype, [SLOTS, BLOCK_M, RING.SPAN], mask_desc.layout),)
+        mask_row = (
+            (z % strides.mask_period).to(gl.int32) * strides.mask_rows_z + h * strides.mask_rows_h + first * strides.mask_step
+        )
     copies = Copies(
-        k_descs, v_descs, k_smem, v_smem, k_row, k_column, v_row * WIDTH, v_column, bias_descs, bias_smem, bias_row, ready,
+        k_descs, v_descs, k_smem, v_smem, k_row, k_column, v_row * WIDTH, v_column, mask_descs, mask_smem, mask_row, ready,
         HEAD_DIM, RING.SPAN,
     )  # fmt: skip
     for index in gl.static_range(SLOTS):
@@ -249,7 +253,9 @@ def long_hopper_kernel(
     whole, iterations = keys // (RING.UNROLL * RING.SPAN), steps // RING.UNROLL
     narrow = gl.to_tensor(narrow).to(gl.int32)
     if RECIPE.MASK == "bias":
-        bias = Bias(multiplier, drop, bias_desc.dtype)
+        bias = Bias(multiplier, drop, mask_desc.dtype)
+    elif RECIPE.MASK == "bool":
+        bias = Mask(multiplier)
     else:
         bias = NoBias(0)
     store = FirstRing(

@@ -1,9 +1,10 @@
-"""Scores with a bias of 16-bit floats, which passes through shared memory beside the keys (Gluon).
+"""Scores with a mask: of bool, or a bias of 16-bit floats (Gluon).
 
-Steps 2 to 4 of ``docs/algorithm.md`` for :mod:`.sm90.attention_streaming`. :class:`Bias` is what most biases need:
-scores become octaves with 16 fraction bits, so no exponent wraps (:func:`.gluon.ptx_ops.fine_probabilities_16`). The first pass
-notes the largest bias of each row. If that is far from 0 or NaN, or score units are large, the program passes over its keys
-again with :class:`MarkedBias`, which has the selects for marks and bases.
+Steps 2 to 4 of ``docs/algorithm.md``. :class:`Mask` raises masked scores to where their P is 0. :class:`Bias` is what most
+biases need: scores become octaves with 16 fraction bits, so no exponent wraps
+(:func:`.gluon.ptx_ops.fine_probabilities_16`). The first pass notes the largest bias of each row. If that is far from 0 or
+NaN, or score units are large, the program passes over its keys again with :class:`MarkedBias`, which has the selects for
+marks and bases.
 """
 
 from __future__ import annotations
@@ -15,13 +16,26 @@ from ...common.fixed_point import exponent_offset
 from ...common.quantize_ops import MOST_BIAS_MAXIMUM
 from ...common.tile_ops import MASKED, POISON
 from ..bias_ops import add_any_bias, clamped_bias, fixed_with_marks, scaled_scores
-from ..ptx_ops import as_float32, fine_probabilities_16, higher_words, numbers_of, word_maxima, words_of
+from ..ptx_ops import (
+    as_float32,
+    fine_probabilities,
+    fine_probabilities_16,
+    higher_words,
+    least_score,
+    numbers_of,
+    raised,
+    row_exponents,
+    word_maxima,
+    words_of,
+)
 from ..releases import aggregate
-from ..row_ops import beside_rows, both_rows, row_largest
+from ..row_ops import beside_rows, both_rows, own_twice, row_largest
 from .layouts import quarter_layout
+from .rows import fine_of_row
 from .two_pass import attend_again, row_maxima
 
-# bits that scores lose before a bias is added: with fewer, those of a row could differ by 2**27 units or more
+# bits that scores lose before a bias is added: with fewer, those of a row could differ by 2**27 units or more, which
+# :func:`.gluon.bias_ops.clamped_bias` does not allow
 LEAST_DROP = gl.constexpr(3)
 
 
@@ -114,6 +128,57 @@ class MarkedBias:
     def row(self, row_max, fraction_bits, OFFSET: gl.constexpr, ROWS: gl.constexpr):
         most = _fine_of_marked(row_max, row_max, fraction_bits, OFFSET)
         return MarkedRow(both_rows(row_max, ROWS), most, both_rows(fraction_bits, ROWS), OFFSET, False)
+
+
+@aggregate
+class Mask:
+    """A bool mask: keys take part where it is not 0.
+
+    Attributes:
+        multiplier: of exponents.
+    """
+
+    multiplier: gl.tensor
+
+    @gluon.jit
+    def unseen(self, WARPS: gl.constexpr):
+        return gl.to_tensor(0)
+
+    @gluon.jit
+    def noted(self, seen, mask, there, PADDED: gl.constexpr):
+        return seen
+
+    @gluon.jit
+    def added(self, s, mask):
+        return gl.where(mask != 0, s, MASKED)
+
+    @gluon.jit
+    def row(self, row_max, fraction_bits, OFFSET: gl.constexpr, ROWS: gl.constexpr):
+        # a row without a key has any maximum: each P is 0
+        row_max = gl.where(row_max == MASKED, 0, row_max)
+        slope, begin, constant = row_exponents(row_max, self.multiplier, fraction_bits, OFFSET)
+        least = least_score(row_max, self.multiplier, fraction_bits)
+        most = fine_probabilities(row_max, slope, begin, constant)
+        slope, begin, constant = both_rows(slope, ROWS), both_rows(begin, ROWS), own_twice(constant, ROWS)
+        return MaskRow(slope, begin, constant, both_rows(least, ROWS), both_rows(row_max, ROWS), most, False)
+
+
+@aggregate
+class MaskRow:
+    """:class:`.sm90.rows.Row` of scores with :class:`Mask`; all lower scores are raised to ``least``, whose P is 0."""
+
+    slope: gl.tensor
+    begin: gl.tensor
+    constant: gl.tensor
+    least: gl.tensor
+    largest: gl.tensor
+    most: gl.tensor
+    APART: gl.constexpr
+    fine = fine_of_row
+
+    @gluon.jit
+    def raised(self, s, PART: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+        return raised(s, self.least)
 
 
 @gluon.jit

@@ -50,7 +50,7 @@ from ...tiles import (
     value_width,
     widest_span,
 )
-from ...triton.launch import one_element, pack_bias, pack_key, pack_value, varlen_arguments
+from ...triton.launch import one_element, pack_key, pack_mask, pack_value, varlen_arguments
 from ...triton.quantize_streaming import LongQuantized, new_quantized
 from ..constants import Ring, recipe_of, row_strides_of, strides_of
 from .rules import (
@@ -69,6 +69,8 @@ from .rules import (
 
 _STREAMING_TILE = 128
 """Keys a tile of :mod:`.sm90.attention_streaming`."""
+_STREAMING_QUERIES = 64
+"""Its queries a block."""
 
 
 @functools.cache
@@ -106,21 +108,26 @@ def _streaming_kernel() -> Any:
     return long_hopper_kernel
 
 
-def _with_aligned_bias(request: KernelRequest, piece: int) -> tuple[KernelRequest, list[KernelLaunch]]:
-    """Return the request with a bias whose rows are read ``piece`` bytes at a time, and the launches that copy it if they must.
+def _with_aligned_mask(request: KernelRequest, block: int) -> tuple[KernelRequest, list[KernelLaunch]]:
+    """Return the request with a mask that kernels can read, and the launches that copy it if they must.
 
-    Its rows are those of one matrix, whatever its heads and batch.
+    Args:
+        block: rows that the copy engine brings at a time, which are rows of one matrix whatever the heads and batch; a row for
+            all queries is written so many times. 0: threads read four neighbours of a row, which may be for all queries.
     """
-    call = request.call
-    if call.mask is None:
+    call, mask = request.call, request.call.mask
+    if mask is None:
         return request, []
-    stride_z, stride_h, stride_m = broadcast_strides(call.mask, (0, 1, 2))
-    whole = piece // call.mask.element_size()
-    fits = call.mask.shape[2:] == (call.queries, call.keys) and call.mask.stride(3) == 1 and stride_m >= call.keys
-    if fits and not (call.mask.data_ptr() % 16 or stride_m % whole or stride_z % stride_m or stride_h % stride_m):
+    strides, rows = broadcast_strides(mask, (0, 1, 2)), mask.shape[2]
+    whole = 16 // mask.element_size() if block else 4
+    fits = mask.shape[3] == call.keys and mask.stride(3) == 1 and not mask.data_ptr() % 16
+    fits = fits and not any(stride % whole for stride in strides)
+    if block:
+        fits = fits and rows == call.queries and strides[2] >= call.keys and not any(x % strides[2] for x in strides[:2])
+    if fits:
         return request, []
-    mask, launches = pack_bias(call.mask, call.queries, call.keys)
-    return dataclasses.replace(request, call=dataclasses.replace(call, mask=mask)), launches
+    copied, launches = pack_mask(mask, block if block and rows == 1 else rows, call.keys)
+    return dataclasses.replace(request, call=dataclasses.replace(call, mask=copied)), launches
 
 
 # --- a row's keys and values in shared memory ---------------------------------------------------------------
@@ -133,8 +140,6 @@ def resident_refusal(request: KernelRequest, tiles: Tiles) -> str | None:
         return reason
     if request.unquantisable:
         return request.unquantisable
-    if call.mask is not None and not request.fused:
-        return "beside int8 it takes no bias"
     if not fits_block(tiles.block_m, tiles.warps, call.head_dim, call.keys):
         return f"it has no registers for {tiles}"
     if call.query.element_size() > 2:
@@ -160,7 +165,7 @@ def _refusal(request: KernelRequest, misfit: str | None, tiles: Tiles, families:
 def resident_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch]:
     """Spell out the launches of :mod:`.sm90.attention_resident`."""
     kernel = _resident_kernel()
-    request, launches = _with_aligned_bias(request, 8)
+    request, launches = _with_aligned_mask(request, 0)
     call, work = request.call, request.work
     tiles = split_sm90_resident(tiles, work)
     plan, dependent, policy = division(tiles, work, call.heads), dependent_attention(request), ""
@@ -233,13 +238,13 @@ def _streaming_registers(head_dim: int) -> int:
     return REGISTERS_OF_THREE if widest_span(head_dim) <= 64 else 0
 
 
-def streaming_steps(channels: int, keys: int, biased: bool = False) -> tuple[int, int]:
+def streaming_steps(channels: int, keys: int, masked: bool = False) -> tuple[int, int]:
     """Return how many keys :mod:`.sm90.attention_streaming` takes at a time, and how many times in an iteration of its loops.
 
     Two tiles at a time where they fit; else two steps an iteration where their number is even. Two spans would spill then. A
-    bias takes the shared memory of both.
+    mask takes the shared memory of both.
     """
-    if biased:
+    if masked:
         return _STREAMING_TILE, 1
     if channels <= 64:
         return 2 * _STREAMING_TILE, 1
@@ -281,26 +286,38 @@ _STREAMING_GROUPS = {
     "scales": SCALE_POINTERS,
     "cu": ("cu_q_ptr", "cu_k_ptr"),
     "q_strides": ("q_stride_z", "q_stride_h"),
-    "strides": ("k_columns_h", "o_stride_z", "o_stride_h", "bias_rows_z", "bias_rows_h", "bias_period", *SCALE_STRIDES),
+    "strides": (
+        "k_columns_h",
+        "o_stride_z",
+        "o_stride_h",
+        "mask_rows_z",
+        "mask_rows_h",
+        "mask_step",
+        "mask_period",
+        *SCALE_STRIDES,
+    ),
     "constant": CONSTANT,
 }
 """What :mod:`.sm90.attention_streaming` takes as tuples."""
-_NO_BIAS = {"bias_desc": None, "bias_rows_z": 0, "bias_rows_h": 0, "bias_period": 1}
+_NO_MASK = {"mask_desc": None, "mask_rows_z": 0, "mask_rows_h": 0, "mask_step": 0, "mask_period": 1}
 
 
 def _streaming_kernel_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of :mod:`.sm90.attention_streaming` among others."""
     arguments = arguments | {"STRIDES": row_strides_of(arguments | {"mask_stride_m": 0, "mask_stride_n": 0})}
-    return kernel_arguments(_streaming_kernel(), _NO_BIAS | arguments, _STREAMING_GROUPS)
+    return kernel_arguments(_streaming_kernel(), _NO_MASK | arguments, _STREAMING_GROUPS)
 
 
-def _bias_arguments(mask: torch.Tensor, queries: int, keys: int, block_m: int) -> dict[str, Any]:
-    """Return what :mod:`.sm90.attention_streaming` takes of a bias."""
+def _mask_arguments(mask: torch.Tensor, queries: int) -> dict[str, Any]:
+    """Return what :mod:`.sm90.attention_streaming` takes of a mask; one of fewer rows has those of every block."""
     stride_z, stride_h, stride = broadcast_strides(mask, (0, 1, 2))
     rows = stride_z // stride, stride_h // stride
-    count = (mask.shape[0] - 1) * rows[0] + (mask.shape[1] - 1) * rows[1] + queries
-    desc = _matrix(mask, count, keys, stride, (block_m, _STREAMING_TILE))
-    return {"bias_desc": desc, "bias_rows_z": rows[0], "bias_rows_h": rows[1], "bias_period": mask.shape[0]}
+    count = (mask.shape[0] - 1) * rows[0] + (mask.shape[1] - 1) * rows[1] + mask.shape[2]
+    desc = _matrix(mask, count, mask.shape[3], stride, (_STREAMING_QUERIES, _STREAMING_TILE))
+    step = int(mask.shape[2] == queries)
+    return {
+        "mask_desc": desc, "mask_rows_z": rows[0], "mask_rows_h": rows[1], "mask_step": step, "mask_period": mask.shape[0],
+    }  # fmt: skip
 
 
 def _streams(request: KernelRequest, tiles: Tiles) -> str | None:
@@ -329,7 +346,7 @@ def streaming_refusal(request: KernelRequest, tiles: Tiles) -> str | None:
 
 
 def streaming_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch]:
-    """Spell out the launches of :mod:`.sm90.attention_streaming`: what has to be packed of V, K and a bias, and attention."""
+    """Spell out the launches of :mod:`.sm90.attention_streaming`: what has to be packed of V, K and a mask, and attention."""
     call, sums, kernel = request.call, request.value_sums, _streaming_kernel()
     launches: list[KernelLaunch] = []
     if sums is None:
@@ -339,23 +356,23 @@ def streaming_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunc
             key, more = pack_key(key)
             launches += more
         call = dataclasses.replace(call, key=key, value=value)
-    request, more = _with_aligned_bias(dataclasses.replace(request, call=call), 16)
+    request, more = _with_aligned_mask(dataclasses.replace(request, call=call), _STREAMING_QUERIES)
     call, launches = request.call, launches + more
-    tiles = tiles._replace(block_m=64, warps=4, registers=_streaming_registers(call.head_dim))
+    tiles = tiles._replace(block_m=_STREAMING_QUERIES, warps=4, registers=_streaming_registers(call.head_dim))
     constants = call_arguments(request, tiles) | {"keys": call.keys, "inverse_count": fp.inverse_count(call.keys)}
     constants["RECIPE"] = recipe_of(constants | {"QUANTIZE": call.query.dtype != torch.int8})
     rows, blocks = rows_of_keys(call.key), triton.cdiv(call.queries, tiles.block_m)
     assert rows is not None
-    biased = call.mask is not None
-    span, unroll = streaming_steps(call.value_dim, call.keys, biased)
-    last = span if biased else last_step(call.keys, span)
+    masked = call.mask is not None
+    span, unroll = streaming_steps(call.value_dim, call.keys, masked)
+    last = span if masked else last_step(call.keys, span)
     constants["RING"] = Ring(span, unroll, last, call.keys % span == 0, False)
     constants |= {"cu_q_ptr": call.query, "cu_k_ptr": call.query}
     for part in parts(request):
         arguments = part.arguments | constants | {"sums_ptr": part.of(sums), "parts": sums.shape[2]}
         arguments |= _streaming_arguments(part.of(call.key)[: part.batch], part.of(call.value)[: part.batch], rows, span)
-        if biased:
-            arguments |= _bias_arguments(arguments["mask_ptr"], call.queries, call.keys, tiles.block_m)
+        if masked:
+            arguments |= _mask_arguments(arguments["mask_ptr"], call.queries)
         scores = ScoreTile(tiles.block_m, span * unroll, whole=False)
         arguments = _streaming_kernel_arguments(arguments)
         grid = (blocks, call.heads, part.batch)

@@ -190,10 +190,8 @@ def score_layout(columns, warps, across=1):
 
 
 @gluon.constexpr_function
-def bias_layout(columns, warps):
-    """Return a layout of a bias as in memory: where keys are in key order, a lane has four neighbours of every sixteen."""
-    if columns < 32:
-        return score_layout(columns, warps)
+def mask_layout(columns, warps):
+    """Return a layout of a mask as in memory, beside scores in key order: a lane has four neighbours of every sixteen."""
     wide = [[0, bit] for bit in (16, 32, 64) if bit < columns]
     return rows_layout(columns, [[0, 1], [0, 2], [8, 0], *wide], (4, 8), warps)
 

@@ -58,7 +58,7 @@ class Copies:
         k_descs, v_descs: matrices of keys and of packed values, span by span.
         k_smem, v_smem: slots for steps of keys, and for tiles of values.
         k_row, k_column, v_row, v_column: where the head's keys and values begin.
-        bias_descs, bias_smem, bias_row: the same of a bias, whose rows are the block's queries; empty tuples without one.
+        mask_descs, mask_smem, mask_row: the same of a mask, whose rows are the block's queries; empty tuples without one.
         ready: an mbarrier for each slot of keys.
         HEAD_DIM, SPAN: channels, keys of a step.
     """
@@ -71,23 +71,23 @@ class Copies:
     k_column: gl.tensor
     v_row: gl.tensor
     v_column: gl.tensor
-    bias_descs: gl.tuple
-    bias_smem: gl.tuple
-    bias_row: gl.tensor
+    mask_descs: gl.tuple
+    mask_smem: gl.tuple
+    mask_row: gl.tensor
     ready: gl.shared_memory_descriptor
     HEAD_DIM: gl.constexpr
     SPAN: gl.constexpr
 
     @gluon.jit
     def load_keys(self, step, slot, wanted):
-        """Start the copies of a step of keys, span by span, and of their bias."""
+        """Start the copies of a step of keys, span by span, and of their mask."""
         FROM: gl.constexpr = span_starts(self.HEAD_DIM)
         bar = self.ready.index(slot)
         row = self.k_row + step * self.SPAN
         for c in gl.static_range(len(self.k_smem)):
             load_tile(self.k_descs[c], [row, self.k_column + FROM[c]], bar, self.k_smem[c].index(slot), pred=wanted)
-        for i in gl.static_range(len(self.bias_smem)):
-            load_tile(self.bias_descs[i], [self.bias_row, step * self.SPAN], bar, self.bias_smem[i].index(slot), pred=wanted)
+        for i in gl.static_range(len(self.mask_smem)):
+            load_tile(self.mask_descs[i], [self.mask_row, step * self.SPAN], bar, self.mask_smem[i].index(slot), pred=wanted)
 
     @gluon.jit
     def load_values(self, column, bar, slot):
@@ -99,10 +99,15 @@ class Copies:
 
     @gluon.jit
     def expect(self, slot, VALUES: gl.constexpr, wanted):
-        """Tell the mbarrier of a slot how many bytes arrive: a step of keys, its bias, and with VALUES as many values."""
-        ROWS: gl.constexpr = 0 if len(self.bias_smem) == 0 else self.bias_smem[0].shape[1]
-        BYTES: gl.constexpr = step_bytes(self.SPAN, self.HEAD_DIM, VALUES) + 2 * ROWS * self.SPAN
+        """Tell the mbarrier of a slot how many bytes arrive: a step of keys, its mask, and with VALUES as many values."""
+        BYTES: gl.constexpr = step_bytes(self.SPAN, self.HEAD_DIM, VALUES) + mask_bytes(self.mask_smem)
         mbarrier.expect(self.ready.index(slot), BYTES, pred=wanted)
+
+
+@gluon.constexpr_function
+def mask_bytes(slots):
+    """Return the bytes of a step's mask, which has one of ``slots`` of shared memory; 0 without any."""
+    return sum(x.shape[1] * x.shape[2] * x.dtype.primitive_bitwidth // 8 for x in slots)
 
 
 @gluon.constexpr_function
@@ -154,9 +159,9 @@ def _unseen(self, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _bias_of(self, s, at):
-    """The bias of a tile of scores, in their layout."""
-    return self.copies.bias_smem[0].index(at[1]).load(s.type.layout)
+def _mask_of(self, s, at):
+    """The mask of a tile of scores, in their layout."""
+    return self.copies.mask_smem[0].index(at[1]).load(s.type.layout)
 
 
 @gluon.jit
@@ -251,8 +256,8 @@ class FirstRing:
 
     @gluon.jit
     def biased(self, s, seen, at, INDEX: gl.constexpr, PART: gl.constexpr):
-        if len(self.copies.bias_smem) > 0:
-            bias = _bias_of(self, s, at)
+        if len(self.copies.mask_smem) > 0:
+            bias = _mask_of(self, s, at)
             PADDED: gl.constexpr = PART > 0 and not self.RING.WHOLE
             seen = self.bias.noted(seen, bias, self.left - at[0] * self.RING.SPAN, PADDED)
             s = self.bias.added(s, bias)
@@ -271,7 +276,7 @@ class FirstRing:
         self, q, largest, multiplier, fraction_bits, CHANNELS: gl.constexpr, OFFSET: gl.constexpr, WARPS: gl.constexpr,
         ACROSS: gl.constexpr,
     ):  # fmt: skip
-        if len(self.copies.bias_smem) > 0:
+        if len(self.copies.mask_smem) > 0:
             row = self.bias.row(row_largest(largest), fraction_bits, OFFSET, 16 * WARPS)
         else:
             row = _program_row(self, largest, multiplier, fraction_bits, OFFSET, WARPS)
@@ -337,8 +342,8 @@ class SecondRing:
 
     @gluon.jit
     def biased(self, s, seen, at, INDEX: gl.constexpr, PART: gl.constexpr):
-        if len(self.copies.bias_smem) > 0:
-            s = self.bias.added(s, _bias_of(self, s, at))
+        if len(self.copies.mask_smem) > 0:
+            s = self.bias.added(s, _mask_of(self, s, at))
         return s, seen
 
     @gluon.jit

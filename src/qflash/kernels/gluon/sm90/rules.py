@@ -78,8 +78,11 @@ def _misfit(shape: AttentionShape, capability: tuple[int, int]) -> str | None:
     return None
 
 
-def _holds_biased(keys: int, head_dim: int) -> bool:
-    """Tell whether :mod:`.sm90.attention_resident` takes rows with a bias, by warps that have sixteen queries each."""
+_MASKS = "it takes a bool mask or a bias of 16-bit floats, but no other and no causal order"
+
+
+def _holds_masked(keys: int, head_dim: int) -> bool:
+    """Tell whether :mod:`.sm90.attention_resident` takes rows with a mask, by warps that have sixteen queries each."""
     return keys <= SHORT_ROW and widest_span(head_dim) <= 64
 
 
@@ -87,8 +90,12 @@ def resident_misfit(shape: AttentionShape, capability: tuple[int, int]) -> str |
     """Return why :mod:`.sm90.attention_resident` does not take shapes and recipe like these, or None."""
     if reason := _misfit(shape, capability):
         return reason
-    if shape.masked and not (shape.biased and shape.fused and _holds_biased(shape.keys, shape.head_dim)):
-        return "it takes a bias of 16-bit floats beside float tensors, up to 256 keys of up to 96 channels, and no other mask"
+    if shape.masked and not shape.mask:
+        return _MASKS
+    if shape.masked and not _holds_masked(shape.keys, shape.head_dim):
+        return f"with a mask it takes up to {SHORT_ROW} keys of up to 96 channels"
+    if shape.mask == "bias" and not shape.fused:
+        return "beside int8 it takes no bias"
     if shape.keys <= 64:
         return f"it takes more than 64 keys, these are {shape.keys}"
     if shape.fused and shape.queries <= FEW_QUERIES and shape.keys > SHORT_ROW and shape.head_dim > 64:
@@ -110,14 +117,14 @@ def streams(shape: AttentionShape, capability: tuple[int, int]) -> str | None:
     """Return why :mod:`.sm90.attention_streaming` does not know shapes and recipe like these, or None."""
     if reason := _misfit(shape, capability):
         return reason
-    if shape.masked and not shape.biased:
-        return "it takes a bias of 16-bit floats, but no other mask and no causal order"
+    if shape.masked and not shape.mask:
+        return _MASKS
     if shape.head_dim <= 32:
         return f"it takes more than 32 channels, these are {shape.head_dim}"
     if shape.queries <= FEW_QUERIES:
         return f"it takes more than {FEW_QUERIES} queries, these are {shape.queries}"
     # two tiles at least
-    least = 129 if shape.biased and not _holds_biased(shape.keys, shape.head_dim) else SHORT_ROW + 1
+    least = 129 if shape.masked and not _holds_masked(shape.keys, shape.head_dim) else SHORT_ROW + 1
     if least <= shape.keys <= fp.SECTION_KEYS:
         return None
     return f"it takes {least} to {fp.SECTION_KEYS} keys, these are {shape.keys}"
@@ -173,10 +180,10 @@ def tail_columns(tiles: Tiles, queries: int, head_dim: int) -> int:
 
 def _split_in_registers(tiles: Tiles, work: Work) -> Tiles:
     """:func:`split_sm90_resident` where registers hold a row's scores."""
-    queries, keys, heads, head_dim, fused, masked, by_channel, processors = work
+    queries, keys, heads, head_dim, fused, masked, biased, by_channel, processors = work
     narrow, wide = head_dim <= 64, widest_span(head_dim) > 64
     # programs that a processor has room for: more keys and wide heads take registers, and eight warps take all of them
-    places = 3 if narrow and keys <= (BIASED_KEYS_OF_THREE if masked else SHORT_ROW) else 1 if tiles.warps == 8 else 2
+    places = 3 if narrow and keys <= (BIASED_KEYS_OF_THREE if biased else SHORT_ROW) else 1 if tiles.warps == 8 else 2
     blocks = triton.cdiv(queries, tiles.block_m)
     splits = min(blocks, tiles.splits or max(1, places * processors // max(1, heads)))
     if not tiles.splits:
@@ -315,7 +322,7 @@ def division(tiles: Tiles, work: Work, heads: int) -> Plan:
         tiles: from :func:`split_sm90_resident`.
         heads: of one batch element.
     """
-    queries, keys, all_heads, head_dim, fused, masked, _, processors = work
+    queries, keys, all_heads, head_dim, fused, masked, *_, processors = work
     across, splits = tiles.across, tiles.splits
     blocks = triton.cdiv(queries, tiles.block_m)
     twice = not row_fits_registers(keys, across)

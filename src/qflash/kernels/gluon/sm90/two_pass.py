@@ -141,7 +141,7 @@ def attend_again(
     p_smem, most_smem, total_smem, fine_smem = exchange
     DV: gl.constexpr = value_widths(CHANNELS)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, product_layout(DV[0], WARPS, ACROSS), 4)
-    EMPTY: gl.constexpr = RECIPE.MASK == "bias"
+    EMPTY: gl.constexpr = RECIPE.MASK != "none"
     usable, multiplier, fraction_bits, _ = factors
     if ACROSS > 1:
         most_smem.store(gl.max(gl.reshape(largest, (16 * WARPS, ACROSS, 8)), 2))

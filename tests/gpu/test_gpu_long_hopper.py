@@ -146,7 +146,15 @@ def noted_kernels() -> Iterator[list[str]]:
 
 
 def _draw_bias(chance: random.Random, size: tuple[int, ...], dtype: torch.dtype, draw: int) -> torch.Tensor:
-    """A bias, small, far from 0, with marks, or with hidden keys; its rows begin at multiples of eight elements, or not."""
+    """A bias, small, far from 0, with marks, or with hidden keys; its rows begin at multiples of eight elements, or not.
+
+    Of ``dtype`` bool a mask that shows few keys or many, some rows none, and hides some from all.
+    """
+    if dtype == torch.bool:
+        mask = torch.rand(size, device=CUDA, generator=torch.Generator(CUDA).manual_seed(draw)) < (0.01, 0.5, 0.98)[draw % 3]
+        mask[0, -1, 3 % size[2]] = False
+        mask[..., chance.randrange(size[3]) :: 7] = False
+        return mask
     generator = torch.Generator(CUDA).manual_seed(draw)
     rows = torch.empty((*size[:-1], size[-1] + (-size[-1] % 8 or chance.choice((0, 1, 8)))), dtype=dtype, device=CUDA)
     bias = rows.fill_(torch.nan)[..., : size[-1]]
@@ -163,13 +171,14 @@ def _draw_bias(chance: random.Random, size: tuple[int, ...], dtype: torch.dtype,
     return bias
 
 
-@pytest.mark.parametrize("geometry", range(60))
-def test_with_a_bias_it_has_the_reference_bits(geometry: int) -> None:
+@pytest.mark.parametrize("geometry", range(90))
+def test_with_a_mask_it_has_the_reference_bits(geometry: int) -> None:
     chance = random.Random(2000 + geometry)
     query, key, value = sizes(chance, (40, 72, 80, 96))
     keys = chance.choice((key[2], chance.choice((65, 72, 100, 130, 196, 197, 200, 256, 257))))
     shapes = query, (*key[:2], keys, key[3]), (*value[:2], keys, value[3])
-    dtype, kind = (chance.choice((torch.float16, torch.bfloat16)) for _ in range(2))
+    dtype = chance.choice((torch.float16, torch.bfloat16))
+    kind = chance.choice((torch.float16, torch.bfloat16, torch.bool))
     recipe = DEFAULT.replace(smooth_value=chance.random() < 0.5)
     batch, heads, queries, _ = shapes[0]
     bias_shape = chance.choice((1, batch)), chance.choice((1, heads)), chance.choice((1, queries, queries)), shapes[1][2]
@@ -209,10 +218,10 @@ def test_what_it_does_not_take_goes_elsewhere() -> None:
         )[-1].kernel.__name__
 
     assert kernel(x) == kernel(x[:1].expand(2, -1, -1, -1)) == kernel(apart) == "long_hopper_kernel"
+    assert kernel(x, mask=mask) == "long_hopper_kernel"
     others = (
         kernel(lay_out(x, "channels_first")),
         kernel(x, token),
-        kernel(x, mask=mask),
         kernel(x, causal=True),
         kernel(x, recipe=qflash.ACCURATE),
     )

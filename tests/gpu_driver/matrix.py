@@ -248,10 +248,10 @@ def _attentions() -> Iterator[tuple[str, Attention, int | None, bool]]:
         call = dataclasses.replace(call, smooth_value=False, output=("int8", "float32")[index // 2], grains=grains)
         yield "streamed rows", call, None, index == 1
     yield "streamed rows", Attention(197, 300, 64, dtype=torch.float32), None, False
-    for keys, channels in ((520, 64), (301, 128)):
-        yield "streamed rows", Attention(140, keys, channels, mask="bias"), None, False
-    for keys, channels in ((196, 64), (197, 80)):
-        yield "rows in shared memory", Attention(140, keys, channels, mask="bias"), None, False
+    for keys, channels, mask in ((520, 64, "bias"), (301, 128, "bias"), (512, 64, "bool"), (301, 64, "padding")):
+        yield "streamed rows", Attention(140, keys, channels, mask=mask), None, False
+    for keys, channels, mask in ((196, 64, "bias"), (197, 80, "bias"), (196, 64, "bool"), (197, 64, "padding")):
+        yield "rows in shared memory", Attention(140, keys, channels, mask=mask), None, False
     # queries that lie in shared memory, and two spans of channels
     for channels in (72, 80, 96):
         yield "streamed rows", Attention(140, 1800, channels), None, False

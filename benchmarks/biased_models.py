@@ -61,7 +61,7 @@ def replay(graph: torch.cuda.CUDAGraph, times: int = 4) -> float:
     return start.elapsed_time(stop) / times * 1e3
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def measure(name: str, batch: int, dtype: torch.dtype, lock: Path, methods: list[str]) -> list[dict[str, Any]]:
     """Return a row a method."""
     model = draw(name, dtype)

@@ -399,6 +399,8 @@ def _draw_mask(batch: int, queries: int, keys: int, dtype: torch.dtype, change: 
         (264, 64, torch.float16, _no_marks, 300.0, DEFAULT),  # score units so large that they have few fraction bits
         (392, 64, torch.float16, None, 0.1, DEFAULT.replace(smooth_value=True)),
         (301, 128, torch.bfloat16, None, 30.0, DEFAULT),
+        (272, 64, torch.float16, None, 1e-3, DEFAULT),  # score units so small that no distance hides a key
+        (272, 64, torch.float16, None, 1e-12, DEFAULT),
     ],
 )
 def test_long_hopper_biased(
@@ -435,6 +437,8 @@ def test_long_hopper_biased(
         (256, 32, torch.float16, _no_marks, 300.0, DEFAULT),
         (196, 64, torch.bfloat16, None, 0.1, DEFAULT.replace(smooth_value=True)),
         (131, 88, torch.float16, None, 30.0, DEFAULT.replace(query_granularity="head")),
+        (200, 64, torch.float16, None, 1e-3, DEFAULT),
+        (140, 64, torch.bfloat16, None, 1e-12, DEFAULT),
     ],
 )
 def test_hopper_biased(

@@ -1,10 +1,9 @@
 """Scores with a mask: of bool, or a bias of 16-bit floats (Gluon).
 
-Steps 2 to 4 of ``docs/algorithm.md``. :class:`Mask` raises masked scores to where their P is 0. :class:`Bias` is what most
-biases need: scores become octaves with 16 fraction bits, so no exponent wraps
-(:func:`.gluon.ptx_ops.fine_probabilities_16`). The first pass notes the largest bias of each row. If that is far from 0 or
-NaN, or score units are large, the program passes over its keys again with :class:`MarkedBias`, which has the selects for
-marks and bases.
+Steps 2 to 4 of ``docs/algorithm.md``. :class:`Bias` is what most biases need: scores become octaves with 16 fraction bits,
+so no exponent wraps (:func:`.gluon.ptx_ops.fine_probabilities_16`). The first pass notes the largest bias of each row. If
+that is far from 0 or NaN, or score units are large, the program passes over its keys again with :class:`MarkedBias`, which
+has the selects for marks and bases.
 """
 
 from __future__ import annotations
@@ -163,9 +162,17 @@ class Mask:
         return MaskRow(slope, begin, constant, both_rows(least, ROWS), both_rows(row_max, ROWS), most, False)
 
 
+@gluon.jit
+def _as_it_is(self, s, PART: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    return s
+
+
 @aggregate
 class MaskRow:
-    """:class:`.sm90.rows.Row` of scores with :class:`Mask`; all lower scores are raised to ``least``, whose P is 0."""
+    """:class:`.sm90.rows.Row` of scores with :class:`Mask`.
+
+    Where a score unit is tiny no distance below the row maximum is sure to have a P of 0: masked scores are told by value.
+    """
 
     slope: gl.tensor
     begin: gl.tensor
@@ -174,16 +181,11 @@ class MaskRow:
     largest: gl.tensor
     most: gl.tensor
     APART: gl.constexpr
-    fine = fine_of_row
+    raised = _as_it_is
 
     @gluon.jit
-    def raised(self, s, PART: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-        return raised(s, self.least)
-
-
-@gluon.jit
-def _as_it_is(self, s, PART: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    return s
+    def fine(self, s):
+        return gl.where(s == MASKED, 0, fine_of_row(self, raised(s, self.least)))
 
 
 @aggregate

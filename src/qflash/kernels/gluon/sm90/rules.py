@@ -124,7 +124,7 @@ def streams(shape: AttentionShape, capability: tuple[int, int]) -> str | None:
     if shape.queries <= FEW_QUERIES:
         return f"it takes more than {FEW_QUERIES} queries, these are {shape.queries}"
     # two tiles at least
-    least = 129 if shape.masked and not _holds_masked(shape.keys, shape.head_dim) else SHORT_ROW + 1
+    least = 129 if shape.mask == "bias" and not _holds_masked(shape.keys, shape.head_dim) else SHORT_ROW + 1
     if least <= shape.keys <= fp.SECTION_KEYS:
         return None
     return f"it takes {least} to {fp.SECTION_KEYS} keys, these are {shape.keys}"

@@ -279,6 +279,12 @@ def _quantising() -> list[float]:
     return [sum(time for name, time in kernels.items() if "hopper" not in name) for kernels in states]
 
 
+def _masked() -> list[float]:
+    """Return a call's shape and microseconds: with a bias, with the portable kernels, and cuDNN's."""
+    (row,) = _rows("../archive/masks_h200", shape="1x12x4096x64", dtype="float16")
+    return [row[key] for key in ("after_us", "before_us", "cudnn_us")]
+
+
 def _onnx(batch: int) -> list[float]:
     """Return how many times as long the integer graph takes in onnxruntime, the batch, and both times in milliseconds."""
     ours, theirs = (
@@ -509,6 +515,10 @@ SAID = (
     Said(
         LIMITS, "a patched DINOv2-S takes 699 µs, unpatched 724; a DINOv2-B 1059 and 1004",
         "../archive/cluster_quantise_h200.json", _patched,
+    ),
+    Said(
+        LIMITS, "1x12x4096x64, a bias for each head, takes 319 µs, the portable kernels 2420, cuDNN 223",
+        "../archive/masks_h200.json", _masked,
     ),
     Said(
         LIMITS, "at 8x16x1024x128 takes 36.5 µs; two launches took 52.2", "../archive/cluster_quantise_h200.json",

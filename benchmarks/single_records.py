@@ -134,7 +134,27 @@ def served() -> list[Row]:
     return rows
 
 
+BIASED = {
+    "samvit_base_patch16": "SAM-B", "beit_base_patch16_224": "BEiT-B, 224 px", "beit_base_patch16_384": "BEiT-B, 384 px",
+}  # fmt: skip
+"""What the table of models with a bias calls them."""
+
+
+def times_as_fast(group: Group) -> float:
+    """Return how many times as fast as with SDPA a patched model of biased_models is."""
+    return float(group["sdpa"][col.MEDIAN_US] / group["qflash"][col.MEDIAN_US])
+
+
 TABLES = {
+    "record:biased": Table(
+        lambda: groups(declared.rows("biased_models_h200"), col.MODEL, col.DTYPE, col.BATCH),
+        (
+            names("Model", lambda group: BIASED[declared.any_row(group)[col.MODEL]]), names("Batch", declared.one(col.BATCH)),
+            names("Type", declared.one(col.DTYPE)), Column("SDPA", Of("sdpa"), ".0f"),
+            Column("**qflash**", Of("qflash"), ".0f"), Column("qflash, portable kernels", Of("qflash, before"), blank(".0f")),
+            Column("SDPA ÷ qflash", times_as_fast, ".2f"), Column("SQNR dB", Of("qflash", col.SQNR_DB), ".1f"),
+        ),
+    ),
     "record:rotated": Table(
         rotated,
         (

@@ -48,6 +48,7 @@ class Plan:
         BLOCKS, HEADS: blocks a head and heads a batch element where programs pass from head to head; else 0.
         SPREAD: the first programs of all heads come before the second ones.
         PLACES: (float) tokens of key and value are taken from the places at ``place_ptr`` (:mod:`.triton.unseen_tokens`).
+        PERIOD: batch elements after which a mask and the places repeat, or 0 if there is one for each or for all.
         POLICY: the L2 eviction policy of what is read.
         DEPENDENT: see :func:`..heuristics.dependent_launch`.
     """
@@ -61,6 +62,7 @@ class Plan:
     HEADS: int
     SPREAD: bool
     PLACES: bool = False
+    PERIOD: int = 0
     POLICY: str = ""
     DEPENDENT: str = ""
 
@@ -75,6 +77,7 @@ class Ring:
         LEFT: columns of the last step.
         WHOLE: the last step has SPAN keys.
         VARLEN: a batch element is a sequence of packed tensors; the last step is as wide as all.
+        PERIOD: batch elements after which a mask repeats, or 0 if there is one for each or for all.
     """
 
     SPAN: int
@@ -82,6 +85,7 @@ class Ring:
     LEFT: int
     WHOLE: bool
     VARLEN: bool
+    PERIOD: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

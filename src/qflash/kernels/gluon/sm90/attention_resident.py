@@ -610,18 +610,17 @@ def _head(
 
 
 # Compiled once for all batches: Triton would otherwise specialise these on 1 and on multiples of 16.
-@gluon.jit(do_not_specialize=("period", "share", "total"))
+@gluon.jit(do_not_specialize=("share", "total"))
 def hopper_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, mask_ptr, place_ptr, qs_ptr, ks_ptr, vs_ptr, os_ptr, vo_ptr, queries, constant_mantissa,
-    constant_exponent, period, share, total, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr,
+    constant_exponent, share, total, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr,
     BLOCK_M: gl.constexpr, STRIDES: gl.constexpr, RECIPE: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """Attention of blocks of queries; launched by :func:`.dispatch.launch_attention` and :func:`.dispatch.launch_fused`.
 
     Which blocks a program takes: with ``PLAN.BLOCKS``, ``share`` consecutive ones of the ``total`` blocks
     of all heads, head after head; else, every n-th block of the one head that its
-    place in the grid names. A mask and the places of tokens repeat after ``period`` batch elements. STRIDES, RECIPE and PLAN
-    are of :mod:`.gluon.constants`.
+    place in the grid names. STRIDES, RECIPE and PLAN are of :mod:`.gluon.constants`.
     """
     DEPENDENT: gl.constexpr = PLAN.DEPENDENT
     wait_for_kernels(DEPENDENT)
@@ -648,13 +647,16 @@ def hopper_kernel(
             step = gl.num_programs(2 if PLAN.SPREAD else 0)
             last_too = block + 1 == step
         kv_head = h // GROUP
+        masking = z
+        if PLAN.PERIOD:
+            masking = z % PLAN.PERIOD
         tensors = (
             q_ptr + z * STRIDES.q[0] + h * STRIDES.q[1],
             k_ptr + z * STRIDES.k[0] + kv_head * STRIDES.k[1],
             v_ptr + z * STRIDES.v[0] + kv_head * STRIDES.v[1],
             o_ptr + z * STRIDES.o[0] + h * STRIDES.o[1],
-            mask_ptr + z % period * STRIDES.mask[0] + h * STRIDES.mask[1],
-            place_ptr + z % period * STRIDES.place[0] + kv_head * STRIDES.place[1],
+            mask_ptr + masking * STRIDES.mask[0] + h * STRIDES.mask[1],
+            place_ptr + masking * STRIDES.place[0] + kv_head * STRIDES.place[1],
         )
         scales = (
             qs_ptr.to(gl.pointer_type(gl.int32)) + z * STRIDES.qs[0] + h * STRIDES.qs[1],

@@ -182,9 +182,10 @@ def long_hopper_kernel(
     if RECIPE.MASK != "none":
         mask_descs = (mask_desc,)
         mask_smem = (gl.allocate_shared_memory(mask_desc.dtype, [SLOTS, BLOCK_M, RING.SPAN], mask_desc.layout),)
-        mask_row = (
-            (z % strides.mask_period).to(gl.int32) * strides.mask_rows_z + h * strides.mask_rows_h + first * strides.mask_step
-        )
+        masking = gl.program_id(2)
+        if RING.PERIOD:
+            masking = masking % RING.PERIOD
+        mask_row = masking * strides.mask_rows_z + h * strides.mask_rows_h + first * strides.mask_step
     copies = Copies(
         k_descs, v_descs, k_smem, v_smem, k_row, k_column, v_row * WIDTH, v_column, mask_descs, mask_smem, mask_row, ready,
         HEAD_DIM, RING.SPAN,

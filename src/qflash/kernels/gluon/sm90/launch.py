@@ -28,6 +28,7 @@ from ...launch_arguments import (
     call_arguments,
     dependent_attention,
     launch_options,
+    mask_period,
     needs_wide_offsets,
     parts,
     place_arguments,
@@ -172,9 +173,11 @@ def resident_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunch
     if request.fused and plan.UNROLL:
         # measured: where keys are read once 1 % at most, or slower; on int8 not yet
         policy = eviction_policy(call.query, call.key, call.value, request.output)
-    plan = dataclasses.replace(plan, PLACES=call.places is not None, POLICY=policy, DEPENDENT=dependent)
+    plan = dataclasses.replace(
+        plan, PLACES=call.places is not None, PERIOD=mask_period(call), POLICY=policy, DEPENDENT=dependent
+    )
     constants = row_arguments(request, tiles)
-    constants |= {"RECIPE": recipe_of(constants), "PLAN": plan, "period": 1 if call.mask is None else call.mask.shape[0]}
+    constants |= {"RECIPE": recipe_of(constants), "PLAN": plan}
     options = launch_options(tiles) | {"launch_pdl": dependent != ""}
     columns = 128 * plan.UNROLL if plan.UNROLL else sum(row_widths(call.keys))
     scores = ScoreTile(tiles.block_m, columns, whole=not plan.UNROLL)
@@ -293,13 +296,12 @@ _STREAMING_GROUPS = {
         "mask_rows_z",
         "mask_rows_h",
         "mask_step",
-        "mask_period",
         *SCALE_STRIDES,
     ),
     "constant": CONSTANT,
 }
 """What :mod:`.sm90.attention_streaming` takes as tuples."""
-_NO_MASK = {"mask_desc": None, "mask_rows_z": 0, "mask_rows_h": 0, "mask_step": 0, "mask_period": 1}
+_NO_MASK = {"mask_desc": None, "mask_rows_z": 0, "mask_rows_h": 0, "mask_step": 0}
 
 
 def _streaming_kernel_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -315,9 +317,7 @@ def _mask_arguments(mask: torch.Tensor, queries: int) -> dict[str, Any]:
     count = (mask.shape[0] - 1) * rows[0] + (mask.shape[1] - 1) * rows[1] + mask.shape[2]
     desc = _matrix(mask, count, mask.shape[3], stride, (_STREAMING_QUERIES, _STREAMING_TILE))
     step = int(mask.shape[2] == queries)
-    return {
-        "mask_desc": desc, "mask_rows_z": rows[0], "mask_rows_h": rows[1], "mask_step": step, "mask_period": mask.shape[0],
-    }  # fmt: skip
+    return {"mask_desc": desc, "mask_rows_z": rows[0], "mask_rows_h": rows[1], "mask_step": step}
 
 
 def _streams(request: KernelRequest, tiles: Tiles) -> str | None:
@@ -366,7 +366,7 @@ def streaming_launches(request: KernelRequest, tiles: Tiles) -> list[KernelLaunc
     masked = call.mask is not None
     span, unroll = streaming_steps(call.value_dim, call.keys, masked)
     last = span if masked else last_step(call.keys, span)
-    constants["RING"] = Ring(span, unroll, last, call.keys % span == 0, False)
+    constants["RING"] = Ring(span, unroll, last, call.keys % span == 0, False, mask_period(call))
     constants |= {"cu_q_ptr": call.query, "cu_k_ptr": call.query}
     for part in parts(request):
         arguments = part.arguments | constants | {"sums_ptr": part.of(sums), "parts": sums.shape[2]}

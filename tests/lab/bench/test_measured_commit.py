@@ -24,7 +24,7 @@ KERNELS = (
     "src/qflash/kernels/common", "src/qflash/kernels/gluon", "src/qflash/kernels/triton", "src/qflash/kernels/heuristics.py",
     "src/qflash/kernels/tiles.py", "src/qflash/network", "lab/src/qflash_lab/baselines/*.py",
 )  # fmt: skip
-OTHERS = ("authors_kernel", "overlap", "gpu_tests", "real", "accuracy", "peers", "networks")
+OTHERS = ("authors_kernel", "biased_models", "overlap", "gpu_tests", "real", "accuracy", "peers", "networks")
 """Beginnings of the names of results that are not of this library's kernels, no times, or of a commit that tables name."""
 
 card_of = load_benchmark("measure").card_of

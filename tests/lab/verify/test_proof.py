@@ -128,7 +128,7 @@ def test_layers_of_networks_hold_no_float() -> None:
 def test_every_case_spells_out_a_call() -> None:
     vision = ("vit", "vit-hundreds", "vit-257", "class-token", "vit-577", "vit-1370", "vit-80", "vit-257-80", "vit-729-72")
     by_hand = dict.fromkeys(vision, "hopper_kernel") | dict.fromkeys(("long-64", "long-128", "varlen"), "long_hopper_kernel")
-    by_hand |= {"vit-785-few": "hopper_kernel", "varlen-short": "packed_hopper_kernel"}
+    by_hand |= {"vit-785-few": "hopper_kernel", "vit-bool-tensor": "hopper_kernel", "varlen-short": "packed_hopper_kernel"}
     anywhere = dict.fromkeys(("swin", "swin-windows", "swin-thousands"), "windows_kernel")
     anywhere |= dict.fromkeys(("vit-paper", "long-causal-gqa", "long-accurate", "vae-512"), "long_kernel")
     anywhere |= dict.fromkeys(("longest", "varlen-accurate"), "long_kernel")

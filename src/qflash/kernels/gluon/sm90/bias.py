@@ -38,16 +38,37 @@ from .two_pass import attend_again, row_maxima
 LEAST_DROP = gl.constexpr(3)
 
 
+# methods that several have
+
+
+@gluon.jit
+def _nothing(self, WARPS: gl.constexpr):
+    return gl.to_tensor(0)
+
+
+@gluon.jit
+def _not_noted(self, seen, mask, there, PADDED: gl.constexpr):
+    return seen
+
+
+@gluon.jit
+def _in_octaves(self, s):
+    """A tile of scores in octaves."""
+    M: gl.constexpr = s.shape[0]
+    return scaled_scores(s, (both_rows(self.multiplier, M), both_rows(self.drop, M)))
+
+
+@gluon.jit
+def _as_it_is(self, s, PART: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
+    return s
+
+
 @aggregate
 class NoBias:
     """Nothing is added to the scores."""
 
     NONE: gl.constexpr
-
-    @gluon.jit
-    def unseen(self, WARPS: gl.constexpr):
-        """What :meth:`Bias.noted` begins with."""
-        return gl.to_tensor(0)
+    unseen = _nothing
 
 
 @aggregate
@@ -62,6 +83,7 @@ class Bias:
     multiplier: gl.tensor
     drop: gl.tensor
     DTYPE: gl.constexpr
+    in_octaves = _in_octaves
 
     @gluon.jit
     def unseen(self, WARPS: gl.constexpr):
@@ -84,8 +106,7 @@ class Bias:
     @gluon.jit
     def added(self, s, bias):
         """A tile of scores in octaves, with the bias."""
-        M: gl.constexpr = s.shape[0]
-        return scaled_scores(s, (both_rows(self.multiplier, M), both_rows(self.drop, M))) + clamped_bias(bias)
+        return self.in_octaves(s) + clamped_bias(bias)
 
     @gluon.jit
     def row(self, row_max, fraction_bits, OFFSET: gl.constexpr, ROWS: gl.constexpr):
@@ -107,21 +128,13 @@ class MarkedBias:
     drop: gl.tensor
     fraction_bits: gl.tensor
     largest: gl.tensor
-
-    @gluon.jit
-    def unseen(self, WARPS: gl.constexpr):
-        return gl.to_tensor(0)
-
-    @gluon.jit
-    def noted(self, seen, bias, there, PADDED: gl.constexpr):
-        return seen
+    unseen, noted, in_octaves = _nothing, _not_noted, _in_octaves
 
     @gluon.jit
     def added(self, s, bias):
         M: gl.constexpr = s.shape[0]
         fixed = fixed_with_marks(as_float32(bias), both_rows(self.largest, M))
-        scaled = scaled_scores(s, (both_rows(self.multiplier, M), both_rows(self.drop, M)))
-        return add_any_bias(scaled, fixed, both_rows(self.fraction_bits, M))
+        return add_any_bias(self.in_octaves(s), fixed, both_rows(self.fraction_bits, M))
 
     @gluon.jit
     def row(self, row_max, fraction_bits, OFFSET: gl.constexpr, ROWS: gl.constexpr):
@@ -138,14 +151,7 @@ class Mask:
     """
 
     multiplier: gl.tensor
-
-    @gluon.jit
-    def unseen(self, WARPS: gl.constexpr):
-        return gl.to_tensor(0)
-
-    @gluon.jit
-    def noted(self, seen, mask, there, PADDED: gl.constexpr):
-        return seen
+    unseen, noted = _nothing, _not_noted
 
     @gluon.jit
     def added(self, s, mask):
@@ -160,11 +166,6 @@ class Mask:
         most = fine_probabilities(row_max, slope, begin, constant)
         slope, begin, constant = both_rows(slope, ROWS), both_rows(begin, ROWS), own_twice(constant, ROWS)
         return MaskRow(slope, begin, constant, both_rows(least, ROWS), both_rows(row_max, ROWS), most, False)
-
-
-@gluon.jit
-def _as_it_is(self, s, PART: gl.constexpr, WARPS: gl.constexpr, ACROSS: gl.constexpr):
-    return s
 
 
 @aggregate

@@ -261,18 +261,14 @@ def _attend_in_registers(
                 ready, bias.row(row_max, fraction_bits, RECIPE.OFFSET, M), accumulator, v_smem, exchange, sums, output, usable,
                 o_stride_n, first, queries, CHANNELS, KEYS, WARPS, ACROSS, SUMS, RECIPE,
             )  # fmt: skip
-    elif RECIPE.MASK == "bool":
-        _weigh_in_registers(
-            ready, bias.row(row_max, fraction_bits, RECIPE.OFFSET, M), accumulator, v_smem, exchange, sums, output, usable,
-            o_stride_n, first, queries, CHANNELS, KEYS, WARPS, ACROSS, SUMS, RECIPE,
-        )  # fmt: skip
     else:
-        if KEYS > SHORT_ROW:
-            bounding = q
+        if RECIPE.MASK == "bool":
+            row = bias.row(row_max, fraction_bits, RECIPE.OFFSET, M)
+        elif KEYS > SHORT_ROW:
+            row = row_numbers(q, row_max, multiplier, fraction_bits, CHANNELS, RECIPE.OFFSET, WARPS)
         else:
             # on three programs per SM there are no registers for queries beside scores
-            bounding = ()
-        row = row_numbers(bounding, row_max, multiplier, fraction_bits, CHANNELS, RECIPE.OFFSET, WARPS)
+            row = row_numbers((), row_max, multiplier, fraction_bits, CHANNELS, RECIPE.OFFSET, WARPS)
         _weigh_in_registers(
             ready, row, accumulator, v_smem, exchange, sums, output, usable, o_stride_n, first, queries, CHANNELS, KEYS, WARPS,
             ACROSS, SUMS, RECIPE,

@@ -51,7 +51,6 @@ from ...common.quantize_ops import amplitude_to_scale, nan_max
 from ...common.tile_ops import POISON
 from ..ptx_ops import (
     keep_apart,
-    numbers_of,
     output_factors,
     raised_if_needed,
     score_scales,
@@ -59,7 +58,7 @@ from ..ptx_ops import (
 )
 from ..releases import barrier
 from ..row_ops import row_largest, row_sum
-from .bias import Bias, MarkedBias, Mask, NoBias, is_doubtful
+from .bias import Bias, MarkedBias, Mask, NoBias
 from .layouts import (
     channel_spans,
     depth,
@@ -250,8 +249,8 @@ def _attend_in_registers(
         keep_apart(scales[2][2], 2)
     output = means, factors, o_base
     if RECIPE.MASK == "bias":
-        most = row_largest(numbers_of(seen, bias.DTYPE))
-        if is_doubtful(most, drop, M):
+        doubtful, most = bias.doubt(seen, M)
+        if doubtful:
             _attend_marked(
                 q, (usable, multiplier, fraction_bits, drop), most, accumulator, v_smem, exchange, sums, output, masking,
                 o_stride_n, first, queries, CHANNELS, KEYS, WARPS, ACROSS, SUMS, RECIPE, stride_m,

@@ -104,6 +104,14 @@ class Bias:
         return higher_words(seen, words, self.DTYPE)
 
     @gluon.jit
+    def doubt(self, seen, ROWS: gl.constexpr):
+        """Whether this may be wrong for any row of the program; and the largest bias of each row, one per thread."""
+        largest = row_largest(numbers_of(seen, self.DTYPE))
+        size = gl.abs(largest)
+        doubtful = gl.where(size <= MOST_BIAS_MAXIMUM, 0, 1) | gl.where(self.drop < LEAST_DROP, 1, 0)
+        return gl.max(gl.reshape(doubtful, (2 * ROWS,)), 0) > 0, largest
+
+    @gluon.jit
     def added(self, s, bias):
         """A tile of scores in octaves, with the bias."""
         return self.in_octaves(s) + clamped_bias(bias)
@@ -244,14 +252,6 @@ def _fine_of_marked(z, row_max, fraction_bits, OFFSET: gl.constexpr):
 
 
 @gluon.jit
-def is_doubtful(largest, drop, ROWS: gl.constexpr):
-    """Whether :class:`Bias` may be wrong for any row of the program."""
-    size = gl.abs(largest)
-    doubt = gl.where(size <= MOST_BIAS_MAXIMUM, 0, 1) | gl.where(drop < LEAST_DROP, 1, 0)
-    return gl.max(gl.reshape(doubt, (2 * ROWS,)), 0) > 0
-
-
-@gluon.jit
 def _attend_marked(
     q, factors, store, largest, sums, output, o_stride_n: gl.constexpr, first, queries, CHANNELS: gl.constexpr,
     WARPS: gl.constexpr, SUMS: gl.constexpr, RECIPE: gl.constexpr,
@@ -273,8 +273,8 @@ def attend_biased(
 ):  # fmt: skip
     """:func:`.sm90.two_pass.attend_twice` where ``store`` has a :class:`Bias`."""
     found, seen = row_maxima(q, store, WARPS, 1)
-    largest = row_largest(numbers_of(seen, store.bias.DTYPE))
-    if is_doubtful(largest, store.bias.drop, 16 * WARPS):
+    doubtful, largest = store.bias.doubt(seen, 16 * WARPS)
+    if doubtful:
         _attend_marked(q, factors, store, largest, sums, output, o_stride_n, first, queries, CHANNELS, WARPS, SUMS, RECIPE)
     else:
         attend_again(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import fcntl
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import timm
 import torch
 
 import qflash
-from qflash_lab.bench import records
+from qflash_lab.bench import records, timers
 from qflash_lab.bench.metrics import sqnr
 
 ROUNDS = 11
@@ -37,30 +38,6 @@ def draw(name: str, dtype: torch.dtype) -> Any:
     return model.eval().to("cuda", dtype)
 
 
-def capture(call: Any, x: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """Return a graph of a call, and what it writes."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call(x)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = call(x)
-    return graph, y
-
-
-def replay(graph: torch.cuda.CUDAGraph, times: int = 4) -> float:
-    """Return microseconds a replay."""
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(times):
-        graph.replay()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) / times * 1e3
-
-
 @torch.no_grad()
 def measure(name: str, batch: int, dtype: torch.dtype, lock: Path, methods: list[str]) -> list[dict[str, Any]]:
     """Return a row a method."""
@@ -69,18 +46,18 @@ def measure(name: str, batch: int, dtype: torch.dtype, lock: Path, methods: list
     x = torch.randn(batch, 3, side, side, device="cuda", dtype=dtype)
     patched = copy.deepcopy(model)
     qflash.patch(patched)
-    made = {method: capture(torch.compile(patched if "qflash" in method else model), x) for method in methods}
+    calls = {method: functools.partial(torch.compile(patched if "qflash" in method else model), x) for method in methods}
+    timers_of = {method: timers.GraphTimer(call) for method, call in calls.items()}
+    outputs = {method: call() for method, call in calls.items()}
     with lock.open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
-        times: dict[str, list[float]] = {method: [] for method in made}
-        for index in range(ROUNDS + 1):
-            for method in list(made)[:: 1 if index % 2 else -1]:
-                found = replay(made[method][0])
-                if index:
-                    times[method].append(found)
+        times: dict[str, list[float]] = {method: [] for method in methods}
+        for index in range(ROUNDS):
+            for method in methods[:: 1 if index % 2 else -1]:
+                times[method].append(timers_of[method].sample()["us"])
         exact = model.float()(x.float())
     rows = []
-    for method, (_, y) in made.items():
+    for method, y in outputs.items():
         ordered = sorted(times[method])
         known = {"model": name, "pixels": side, "batch": batch, "dtype": str(dtype).removeprefix("torch."), "method": method}
         figures = {key: round(ordered[ROUNDS * place // 4], 1) for key, place in (("q1_us", 1), ("median_us", 2), ("q3_us", 3))}
